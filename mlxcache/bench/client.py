@@ -17,10 +17,9 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class Refused(Exception):
-    """Error raised if a server answers with an error or closes the connection.
+    """Error of a server that answers with one, or closes the connection.
 
-    `status` is the HTTP status: 200 if the error came in the stream, 0 if the connection failed.
-    `retry_after` is in seconds, or None if the server gave no time.
+    `status` is 200 if the error came in the stream, 0 if the connection failed.
     """
 
     def __init__(self, status: int, text: str, retry_after: float | None = None):
@@ -52,17 +51,13 @@ class Reply:
 
     @property
     def fed_tokens(self) -> int | None:
-        """Prompt tokens that were not cached; None if the server gave no counts."""
         if self.prompt_tokens is None or self.cached_tokens is None:
             return None
         return self.prompt_tokens - self.cached_tokens
 
     @property
     def conversation_tokens(self) -> int:
-        """Tokens of prompt and reply whose KV was computed: all but the last generated one.
-
-        Without `prompt_tokens`, those of the reply only.
-        """
+        """Tokens whose KV was computed: all but the last generated one."""
         return (self.prompt_tokens or 0) + self.generated_tokens - 1
 
     @property
@@ -72,48 +67,11 @@ class Reply:
         return (self.generated_tokens - 1) / span if span > 0 else None
 
 
-class _Reading:
-    """Text, times and counts collected while one stream is read."""
-
-    def __init__(self, began: float):
-        self.began = began
-        self.pieces: list[str] = []
-        self.times: list[float] = []
-        self.usage: Mapping[str, Any] = {}
-
-    def take(self, event: Mapping[str, Any]) -> None:
-        if "error" in event:
-            raise Refused(200, json.dumps(event["error"]))
-        self.usage = event.get("usage") or self.usage
-        for choice in event.get("choices") or ():
-            delta = choice.get("delta") or {}
-            text = delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning")
-            if text or delta.get("tool_calls"):
-                self.times.append(time.perf_counter() - self.began)
-            self.pieces.append(delta.get("content") or "")
-
-    def reply(self, request: str | None) -> Reply:
-        total = time.perf_counter() - self.began
-        first, last = (self.times[0], self.times[-1]) if self.times else (total, total)
-        details = self.usage.get("prompt_tokens_details") or {}
-        return Reply(
-            text="".join(self.pieces),
-            first_s=first,
-            last_s=last,
-            total_s=total,
-            prompt_tokens=self.usage.get("prompt_tokens"),
-            cached_tokens=details.get("cached_tokens"),
-            generated_tokens=self.usage.get("completion_tokens") or len(self.times),
-            request=request,
-        )
-
-
 @dataclass(frozen=True, slots=True)
 class Client:
     """Client of an OpenAI-compatible server on this machine. Thread-safe.
 
-    `model` is the name that is sent in requests. `timeout` is the maximum time between two reads,
-    in seconds.
+    `timeout` is the maximum time between two reads, in seconds.
     """
 
     port: int
@@ -121,10 +79,7 @@ class Client:
     timeout: float = 600.0
 
     def chat(self, messages: Messages, max_tokens: int) -> Reply:
-        """Request one greedy reply of at most `max_tokens`, streamed. Blocks.
-
-        Raises Refused.
-        """
+        """Request one greedy reply of at most `max_tokens`, streamed. Blocks. Raises Refused."""
         body = json.dumps({
             "model": self.model,
             "messages": list(messages),
@@ -133,13 +88,10 @@ class Client:
             "stream": True,
             "stream_options": {"include_usage": True},
         }).encode()  # fmt: skip
-        reading = _Reading(time.perf_counter())
+        began = time.perf_counter()
         try:
-            response = self._send("POST", "/v1/chat/completions", body)
-            with response:
-                for event in _events(response):
-                    reading.take(event)
-                return reading.reply(response.headers.get("X-Mlxcache-Request"))
+            with self._send("POST", "/v1/chat/completions", body) as response:
+                return _read_reply(response, began)
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise Refused(0, f"{type(error).__name__}: {error}") from error
 
@@ -163,15 +115,41 @@ class Client:
         if response.status != 200:
             with response:
                 text = response.read().decode("utf-8", "replace")
-            raise Refused(response.status, text, _seconds(response.headers.get("Retry-After")))
+            after = response.headers.get("Retry-After", "")
+            raise Refused(response.status, text, float(after) if after.isdecimal() else None)
         return response
 
 
-def _events(response: http.client.HTTPResponse) -> Iterator[Mapping[str, Any]]:
-    """Yield the JSON objects of a server-sent event stream until `[DONE]` or its end.
+def _read_reply(response: http.client.HTTPResponse, began: float) -> Reply:
+    pieces: list[str] = []
+    times: list[float] = []
+    usage: Mapping[str, Any] = {}
+    for event in _events(response):
+        if "error" in event:
+            raise Refused(200, json.dumps(event["error"]))
+        usage = event.get("usage") or usage
+        for choice in event.get("choices") or ():
+            delta = choice.get("delta") or {}
+            text = delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning")
+            if text or delta.get("tool_calls"):
+                times.append(time.perf_counter() - began)
+            pieces.append(delta.get("content") or "")
+    total = time.perf_counter() - began
+    first, last = (times[0], times[-1]) if times else (total, total)
+    return Reply(
+        text="".join(pieces),
+        first_s=first,
+        last_s=last,
+        total_s=total,
+        prompt_tokens=usage.get("prompt_tokens"),
+        cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
+        generated_tokens=usage.get("completion_tokens") or len(times),
+        request=response.headers.get("X-Mlxcache-Request"),
+    )
 
-    Source: https://html.spec.whatwg.org/multipage/server-sent-events.html
-    """
+
+def _events(response: http.client.HTTPResponse) -> Iterator[Mapping[str, Any]]:
+    """Source: https://html.spec.whatwg.org/multipage/server-sent-events.html"""
     for line in response:
         if line.startswith(b"data:"):
             data = line[5:].strip()
@@ -180,7 +158,3 @@ def _events(response: http.client.HTTPResponse) -> Iterator[Mapping[str, Any]]:
             event = json.loads(data)
             if isinstance(event, dict):
                 yield event
-
-
-def _seconds(retry_after: str | None) -> float | None:
-    return float(retry_after) if retry_after and retry_after.isdecimal() else None

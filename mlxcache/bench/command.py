@@ -2,16 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from types import FrameType
+from typing import Annotated, Any, NamedTuple
 
 import typer
+from rich.console import Console
 
-from mlxcache.bench.process import Launch, mlx_lm_server, parse_against
+from mlxcache.bench import replay, report
+from mlxcache.bench.checks import Check
+from mlxcache.bench.client import Client, Refused
+from mlxcache.bench.measure import (
+    Plan,
+    Results,
+    measure,
+    measure_restarts,
+    restart_checks,
+    speed_checks,
+)
+from mlxcache.bench.process import (
+    Launch,
+    Lives,
+    NoOwnTime,
+    NotStarted,
+    OwnTime,
+    Server,
+    measuring,
+    mlx_lm_server,
+    ours,
+    parse_against,
+)
 from mlxcache.bench.replay import Replay
-from mlxcache.bench.run import Bench, Options, conduct
-from mlxcache.bench.scenarios import PARTING, SCENARIOS
+from mlxcache.bench.scenarios import PARTING, SCENARIOS, Visit
+from mlxcache.bench.text import Filler
 from mlxcache.config import parse_size
 from mlxcache.config.models import DEMO_ID
 from mlxcache.errors import MlxcacheError
@@ -19,13 +50,11 @@ from mlxcache.model.demo import materialise
 from mlxcache.model.hub import resolve
 from mlxcache.plan.trace import read_trace
 
+FAILURES = (NotStarted, NoOwnTime, MlxcacheError, Refused, OSError, ValueError)
+
 
 class MeasurementSet(NamedTuple):
-    """Set of measurements that --only accepts under one name.
-
-    `names` are its measurements, `title` describes them in the help. `minutes` is the time of a run
-    with the defaults on a Linux machine with 2 CPU cores.
-    """
+    """Set of measurements of --only; `minutes` on a Linux machine with 2 CPU cores."""
 
     title: str
     names: tuple[str, ...]
@@ -146,13 +175,16 @@ def bench(
     strict: Strict = False,
 ) -> None:
     """Measure latency, speed and memory of this server and others on the same model, in turn."""
-    names = chosen_names(only or ()) or DEFAULT
+    check_names(only or (), (*SETS, *NAMES))
+    names = {
+        name for one in only or DEFAULT for name in (SETS[one].names if one in SETS else (one,))
+    }
     played = read_replay(
         trace, trace_scale, trace_requests, users=trace_users, ram=trace_ram, disk=trace_disk
     )
     options = Options(tokens, runs, reply, launches(against or (), mlx_lm), wait, keep)
 
-    def measure(run: Bench) -> None:
+    def play(run: Bench) -> None:
         path = materialise() if model is None else resolve(model)
         if played is not None:
             run.trace(path, played)
@@ -163,27 +195,13 @@ def bench(
         if "restart" in names:
             run.restart(path)
 
-    conduct(measure, options, model or DEMO_ID, json_file, strict)
-
-
-def chosen_names(only: Sequence[str]) -> Sequence[str]:
-    """Return the names of measurements in `only`, with each set replaced by its measurements.
-
-    Raises typer.BadParameter for an unknown name.
-    """
-    check_names(only, (*SETS, *NAMES))
-    return [name for one in only for name in (SETS[one].names if one in SETS else (one,))]
+    conduct(play, options, model or DEMO_ID, json_file, strict)
 
 
 def read_replay(
     path: Path | None, scale: float, requests: int | None, *, users: int, ram: str, disk: str
 ) -> Replay | None:
-    """Return the trace in the file `path` with the limits of the servers; None without a file.
-
-    `scale`: factor for the numbers of tokens in the trace. `requests`: maximum number of requests,
-    or None. `users`: number of sessions open at once. `ram` and `disk`: limits as text, such as
-    `2GB`. Raises typer.BadParameter for a file that is no trace, or a limit that is no size.
-    """
+    """Return the trace in a file with the limits of the servers. Raises typer.BadParameter."""
     if path is None:
         return None
     try:
@@ -197,11 +215,6 @@ def read_replay(
 
 
 def launches(against: Sequence[str], mlx_lm: bool) -> list[Launch]:
-    """Return how to start the other servers to measure.
-
-    These are mlx_lm.server, if `mlx_lm`, and the servers in `against`: each a text NAME=COMMAND,
-    as --against takes it. Raises typer.BadParameter for other text.
-    """
     try:
         named = [parse_against(text) for text in against]
     except ValueError as error:
@@ -209,9 +222,173 @@ def launches(against: Sequence[str], mlx_lm: bool) -> list[Launch]:
     return [mlx_lm_server(), *named] if mlx_lm else named
 
 
-def check_names(named: Sequence[str], known: Sequence[str]) -> Sequence[str]:
-    """Return `named`. Raises typer.BadParameter if one of its names is not in `known`."""
+def check_names(named: Sequence[str], known: Sequence[str]) -> None:
     unknown = [name for name in named if name not in known]
     if unknown:
         raise typer.BadParameter(f"{', '.join(unknown)}: not one of {', '.join(known)}")
-    return named
+
+
+# -- one run ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Sizes of a run, in tokens, and the other servers to measure. See the command's options."""
+
+    tokens: int
+    runs: int
+    reply_tokens: int
+    launches: Sequence[Launch]
+    wait_s: float
+    keep: bool = False
+
+
+@dataclass(slots=True)
+class Bench:
+    """Measurements of one run, with their figures (`found`) and bounds (`checks`).
+
+    Each method starts servers, prints figures, and raises one of `FAILURES` if it fails.
+    """
+
+    options: Options
+    folder: Path
+    console: Console
+    checks: list[Check] = field(default_factory=list)
+    found: dict[str, Any] = field(default_factory=dict)
+
+    def speed(self, model: Path, names: Sequence[str]) -> None:
+        """Run the scenarios `names` at every server, and time warm turns in mlx-lm alone."""
+        with measuring(model, self.folder) as own:
+            results, servers = self._measure(model, "speed", names, own)
+        if own is None:
+            results.failures.append(f"{model} cannot be measured without a server")
+        report.show(self.console, results, servers)
+        self.found |= report.as_json(results, servers)
+        self._hold(results)
+
+    def family(self, model: Path, names: Sequence[str], family: str) -> None:
+        """Run the scenarios `names` at every server with a model of one architecture."""
+        results, servers = self._measure(model, family, names, None)
+        report.show(self.console, results, servers, family)
+        self.found.setdefault("families", {})[family] = report.as_json(results, servers)
+        self._hold(results, f"{family}: ")
+
+    def restart(self, model: Path, name: str = "restart") -> None:
+        """Measure first tokens after every server was killed and started again."""
+        with ExitStack() as stack, self.console.status(name) as status:
+            lives = self._lives(model, name, stack)
+            visit = self._visitor(model, f"{self.folder.name}/{name}")
+            plan = Plan(["restart"], self.options.runs, visit, status.update)
+            rounds, failures = measure_restarts(plan, lives)
+        report.show_restarts(self.console, rounds, failures, name)
+        self.found.setdefault("restart", {})[name] = report.restarts_json(rounds, failures)
+        self.checks += restart_checks(rounds, failures)
+
+    def trace(self, model: Path, plan: Replay) -> None:
+        """Replay the trace of `plan` at every server with equal RAM."""
+        options = self.options
+        with self.console.status("trace") as status:
+            found = replay.replay(
+                plan,
+                model,
+                self.folder,
+                options.launches,
+                wait_s=options.wait_s,
+                status=status.update,
+            )
+        replay.show(self.console, plan, found)
+        self.found["trace"] = found
+
+    def ours(self, name: str, *extra: str) -> Launch:
+        return ours(self.folder / f"cache-{name}", *extra)
+
+    def _lives(self, model: Path, name: str, stack: ExitStack) -> list[Lives]:
+        launches = [self.ours(name), *self.options.launches]
+        lives = [Lives(one, model, self.folder, self.options.wait_s) for one in launches]
+        for one in lives:
+            stack.callback(one.end)
+        return lives
+
+    def _visitor(self, model: Path, seed: str) -> Callable[[Client, int], Visit]:
+        options, filler = self.options, Filler(model)
+
+        def visit(client: Client, run: int) -> Visit:  # new text in each run: caches persist
+            return Visit(client, filler, options.tokens, options.reply_tokens, f"{seed}/{run}")
+
+        return visit
+
+    def _measure(
+        self, model: Path, name: str, scenarios: Sequence[str], own: OwnTime | None
+    ) -> tuple[Results, list[Server]]:
+        """Run `scenarios` at all servers, which have ended then but hold their memory figures."""
+        options = self.options
+        with ExitStack() as stack, self.console.status("starting the servers") as status:
+            lives = self._lives(model, name, stack)
+            servers = [one.server for one in lives]
+            visit = self._visitor(model, self.folder.name)
+            plan = Plan(scenarios, options.runs, visit, status.update, options.keep)
+            return measure(plan, lives, own), servers
+
+    def _hold(self, results: Results, prefix: str = "") -> None:
+        found = speed_checks(results, [one.name for one in self.options.launches])
+        self.checks += [replace(check, name=f"{prefix}{check.name}") for check in found]
+
+
+def conduct(
+    play: Callable[[Bench], None],
+    options: Options,
+    model: str,
+    json_file: Path | None,
+    strict: bool,
+) -> None:
+    """Run `play`, print its bounds, and write all figures to `json_file`.
+
+    Exits with status 1 if it raises one of FAILURES, or with `strict` if a bound does not hold.
+    """
+    console = report.wide_console()
+    with scratch() as folder:
+        run = Bench(options, folder, console)
+        run.found |= {"machine": report.machine(), "model": model}
+        run.found |= {"tokens": options.tokens, "runs": options.runs}
+        try:
+            play(run)
+        except FAILURES as error:
+            console.print(str(error), style="red", markup=False)
+            sys.exit(1)
+        run.found["checks"] = [asdict(check) | {"ok": check.ok} for check in run.checks]
+        report.show_checks(console, run.checks)
+    if json_file is not None:
+        json_file.write_text(json.dumps(run.found, indent=1), encoding="utf-8")
+    if strict and not all(check.ok for check in run.checks):
+        sys.exit(1)
+
+
+@contextmanager
+def scratch() -> Iterator[Path]:
+    """Yield a temporary folder that is removed at the end. Main thread only.
+
+    The first SIGTERM or SIGHUP raises KeyboardInterrupt, so that servers are ended. Later ones are
+    ignored, even after the block: a closed terminal sends several, which must not interrupt the
+    cleanup and the report. SIGHUP stays ignored under nohup.
+    """
+    interrupted: list[int] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        interrupted.append(number)
+        for one in before:
+            signal.signal(one, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    before = {one: signal.getsignal(one) for one in numbers}
+    before = {one: handler for one, handler in before.items() if handler != signal.SIG_IGN}
+    for one in before:
+        signal.signal(one, interrupt)
+    folder = Path(tempfile.mkdtemp(prefix="mlxcache-bench-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        if not interrupted:
+            for one, handler in before.items():
+                signal.signal(one, handler)

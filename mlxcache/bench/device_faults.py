@@ -27,8 +27,6 @@ ERRORS = (
     "[METAL] Command buffer execution failed: Caused GPU Timeout Error "
     "(00000002:kIOGPUCommandBufferCallbackErrorTimeout)",
 )
-"""Messages of errors that MLX raises if Metal fails."""
-
 
 _eval = mx.eval  # that of the module may be a failing device's
 
@@ -44,7 +42,6 @@ class FailingDevice:
       next one raises its error, a RuntimeError. `synchronize` raises it at once.
     - `in_place`: a failed pass leaves wrong numbers only at the new positions of its KV buffers.
       Otherwise whole buffers are wrong, as if MLX had copied them first.
-    - `message` is the text of the error.
     - `nan`: the wrong numbers are NaN.
     - `dies`: after the first failure every later call of the three raises the error.
     """
@@ -72,39 +69,24 @@ class FailingDevice:
         self._async_eval, self._synchronize = mx.async_eval, mx.synchronize
 
     def watch(self, model: Any) -> WatchedModel:
-        """Return a wrapper of `model` that reports each pass to this device.
-
-        Failed passes can then damage the KV buffers that they write to.
-        """
+        """Return a wrapper of `model` whose failed passes damage the KV buffers they write to."""
         return WatchedModel(model, self)
 
     def note_pass(self, caches: Caches, before: list[int]) -> None:
-        """Record that the next evaluation includes a pass over `caches`.
-
-        `before` holds the length in tokens of each linear slot of `caches` before the pass.
-        """
+        """Record a pass over `caches`, whose linear slots had these lengths."""
         self._fed.append((caches, before))
 
     def note_inputs(self, inputs: mx.array) -> None:
-        """Record that the next evaluation also computes `inputs`, if they are not computed yet.
-
-        `inputs`: token ids that a decoding step feeds. A failed evaluation makes them wrong too.
-        """
+        """Record that the next evaluation also computes `inputs`, the ids that a step feeds."""
         self._inputs.append(inputs)
 
     def eval(self, *args: Any) -> None:
-        """Evaluate as `mx.eval` does, or fail as this class describes.
-
-        Raises the error of an earlier failed evaluation if that is due.
-        """
         self._evaluate(_eval, args)
 
     def async_eval(self, *args: Any) -> None:
-        """Evaluate as `mx.async_eval` does, or fail as this class describes; see also `eval`."""
         self._evaluate(self._async_eval, args)
 
     def synchronize(self, *args: Any) -> None:
-        """Wait as `mx.synchronize` does. Raises the error of an earlier failed evaluation."""
         self._synchronize(*args)
         self._raise_parked(now=True)
 
@@ -139,11 +121,7 @@ class FailingDevice:
             self._parked = self._delay
 
     def _damage(self, results: list[mx.array], fed: list[tuple[Caches, list[int]]]) -> None:
-        """Overwrite the results of a failed evaluation with wrong numbers.
-
-        `fed` holds the caches of each pass that it included, and the length in tokens of each of
-        their linear slots before that pass. Their KV buffers and states are overwritten too.
-        """
+        """Overwrite the results of a failed evaluation, and the KV and states of passes in it."""
         buffers = [
             (array, start, slot.offset)
             for caches, before in fed
@@ -162,11 +140,7 @@ class FailingDevice:
                 self._overwrite(array, part, copied=not self._in_place)
 
     def _overwrite(self, array: mx.array, part: Any, *, copied: bool) -> None:
-        """Write wrong numbers to the elements of an evaluated array that the index `part` selects.
-
-        With `copied`, they go to a new buffer, as when another array shares the old one. Otherwise
-        the buffer is changed in place.
-        """
+        """Overwrite a part; `copied`: in a new buffer, as when another array shares the old one."""
         wrong = _wrong(array[part], nan=self._nan)
         reader = array[...] if copied else None
         _eval(wrong, reader)
@@ -175,8 +149,6 @@ class FailingDevice:
 
 
 class WatchedModel:
-    """A model that reports each of its passes to a `FailingDevice`."""
-
     def __init__(self, model: Any, failing: FailingDevice):
         self._model = model
         self._failing = failing
@@ -192,25 +164,19 @@ class WatchedModel:
 
 
 def _is_lazy(array: mx.array) -> bool:
-    """Return whether evaluating `array` would compute anything."""
     graph = io.StringIO()
     mx.export_to_dot(graph, array)
     return "shape=rectangle" in graph.getvalue()
 
 
 def _linear(caches: Caches) -> list[Any]:
-    """Return the linear slots of `caches`, whose KV buffers can be damaged in part."""
     slots = kv.flatten(caches)
     opaque = {id(slot) for slot in kv.opaque_slots(slots)}
     return [slot for slot in slots if id(slot) not in opaque and isinstance(slot.offset, int)]
 
 
 def _wrong(array: mx.array, *, nan: bool) -> mx.array:
-    """Return an array of the same shape and dtype with other numbers.
-
-    The numbers are finite, or NaN with `nan` if the dtype has NaN. Boolean arrays are returned
-    unchanged.
-    """
+    """Return an array with other numbers; booleans are unchanged, and integers never NaN."""
     if array.dtype == mx.bool_:
         return mx.array(array)
     if mx.issubdtype(array.dtype, mx.integer):
@@ -220,10 +186,7 @@ def _wrong(array: mx.array, *, nan: bool) -> mx.array:
 
 @contextmanager
 def failing(on: FailingDevice) -> Iterator[FailingDevice]:
-    """Replace MLX's evaluation functions by those of the device `on` while the block runs.
-
-    Only one thread may use MLX. Works on any machine, with a GPU or without.
-    """
+    """Fail MLX's evaluations as `on` does while the block runs. Only one thread may use MLX."""
     advance = Decoder._advance
 
     def advanced(decoder: Decoder, inputs: mx.array) -> None:

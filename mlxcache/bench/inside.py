@@ -20,7 +20,16 @@ from mlxcache.engine.runtime import ModelRuntime
 from mlxcache.engine.stream import Stream
 from mlxcache.model.load import Loaded
 from mlxcache.residency.memory import Shared
-from mlxcache.types import Finished, Job, Prompt, Sampling, Tokens, token_ids
+from mlxcache.types import (
+    Finished,
+    Job,
+    Prompt,
+    Sampling,
+    Text,
+    TokenLogprob,
+    Tokens,
+    token_ids,
+)
 
 AT_ONCE = 1024
 """Tokens of random KV that are generated; longer KV repeats them."""
@@ -37,10 +46,7 @@ class NotPlain(ValueError):
 
 
 class Inside:
-    """An engine whose RAM tier can be filled with random KV instead of computed KV.
-
-    Its methods may only be called in the engine's event loop.
-    """
+    """An engine whose RAM tier can be filled with random KV. Use it in its event loop."""
 
     def __init__(self, engine: Engine, core: ModelRuntime, disk: DiskTier):
         self.engine = engine
@@ -51,50 +57,38 @@ class Inside:
 
     @property
     def vocabulary(self) -> int:
-        """Number of token ids in the model's vocabulary."""
         return self.core.layout.vocab_size
 
     def tokens(self, nbytes: int, seed: int) -> Tokens:
-        """Return random token ids whose KV takes `nbytes`, rounded up to a whole token.
-
-        The same `seed` gives the same ids.
-        """
+        """Return random token ids whose KV takes `nbytes`, rounded up to a whole token."""
         count = -(-nbytes // self.core.layout.bytes_per_token)
         return token_ids(np.random.default_rng(seed).integers(0, self.vocabulary, count, np.int32))
 
     @property
     def plain(self) -> bool:
-        """True if the model caches only KV, without checkpoints.
-
-        Random KV can then stand for computed KV.
-        """
+        """True if the model caches only KV, so that random KV can stand for computed KV."""
         return not self.core.layout.opaque and self.core.layout.cacheable
 
     async def put(self, ids: Tokens) -> None:
-        """Put random KV for `ids` into the RAM tier, as if a request had computed it.
-
-        Raises NotPlain if the model caches more than KV, and ValueError if the KV does not fit the
-        RAM tier.
-        """
+        """Put random KV for `ids` into RAM. Raises ValueError if it does not fit, and NotPlain."""
         if not self.plain:
             raise NotPlain("this model caches more than KV, so random KV cannot replace it")
         await self.engine.call(lambda core: _put(core.kv, ids))
 
-    async def schedule_write(self, ids: Tokens) -> None:
-        """Schedule the KV of `ids` in RAM to be written to disk, as after a request."""
+    async def write(self, ids: Tokens) -> None:
+        """Write the KV of `ids` in RAM to disk, as after a request, and wait until it is there."""
 
         def begin(core: ModelRuntime) -> None:
             node = core.kv.tree.match(ids, touch=False).nodes[-1]
             self.disk.write_behind.add(node, ids)
 
         await self.engine.call(begin)
+        await self.written()
 
     async def written(self) -> None:
-        """Wait until all scheduled writes have ended."""
         await self.until(lambda: not self.disk.write_behind.busy)
 
     async def until(self, reached: Callable[[], bool]) -> None:
-        """Wait until `reached` returns True; it is polled every `POLL_S` seconds."""
         while not reached():  # noqa: ASYNC110 - the MLX thread sets no asyncio.Event
             await asyncio.sleep(POLL_S)
 
@@ -103,7 +97,6 @@ class Inside:
         await self.engine.call(lambda runtime: runtime.kv.clear())
 
     async def clear(self) -> None:
-        """Remove all KV and sessions from RAM and disk; pinned sessions stay on disk."""
         await self.engine.sessions.clear()
 
     def files(self, ids: Tokens) -> Sequence[Path]:
@@ -120,12 +113,7 @@ class Inside:
         sampling: Sampling = GREEDY,
         speculate: bool = True,
     ) -> Stream:
-        """Submit a request for a prompt and return its stream of events. Raises MlxcacheError.
-
-        `ids` is the prompt. With `endless`, tokens that end a turn are never sampled. `top` is the
-        number of likeliest tokens whose log-probabilities are reported, None for none. With
-        `speculate` False, no guesses are checked.
-        """
+        """Submit a request. With `endless`, tokens that end a turn are never sampled."""
         self._asked += 1
         ends = self.core.loaded.tokenizer.eos_token_ids if endless else ()
         bias = tuple((int(id), -100.0) for id in sorted(ends))
@@ -140,29 +128,27 @@ class Inside:
         return await self.engine.submit(job)
 
     async def reply(self, ids: Tokens, max_tokens: int) -> None:
-        """Generate a reply, wait for its end, and add `max_tokens` to the result of `generated`."""
         await drained(await self.ask(ids, max_tokens))
         self._generated += max_tokens
 
     def generated(self) -> int:
-        """Return the number of tokens generated so far, in running replies and ended `reply` calls.
-
-        An ended call counts as its `max_tokens`.
-        """
+        """Return the tokens generated so far; an ended `reply` counts as its `max_tokens`."""
         lanes = self.core.scheduler.lanes.all
         return self._generated + sum(len(task.out) for lane in lanes for task in lane.tasks)
 
 
-async def drained(stream: Stream) -> None:
-    """Read the events of a reply until it has ended, and discard them."""
+async def drained(stream: Stream) -> tuple[list[TokenLogprob], Finished]:
+    """Read a reply to its end; return its log-probabilities, if asked for, and its last event."""
+    said: list[TokenLogprob] = []
     async for event in stream:
-        if isinstance(event, Finished):
-            return
+        if isinstance(event, Text):
+            said += event.logprobs
+        elif isinstance(event, Finished):
+            return said, event
+    raise ValueError("a reply ended without a Finished event")
 
 
 class _Prepared(Engine):
-    """Engine that serves the model returned by `prepare` in place of the loaded one."""
-
     def __init__(self, settings: Settings, prepare: Prepare):
         super().__init__(settings)
         self._prepare = prepare
@@ -180,11 +166,9 @@ async def running_inside(
     *,
     speculate: Literal["off", "auto"] = "off",
 ) -> AsyncIterator[Inside]:
-    """Run an engine on `model`, with a disk tier in `cache_dir`, while the block runs.
+    """Run an engine with a disk tier, which computes nothing while idle, while the block runs.
 
-    The engine computes nothing while idle. `ram` and `speculate` are the values of `--ram` and
-    `--speculate`. `prepare` may replace the loaded model before it is served; it runs on the MLX
-    thread. Raises ModelError, or ValueError if there is no disk tier.
+    `prepare` may replace the loaded model, on the MLX thread. Raises ModelError, or ValueError.
     """
     settings = Settings(
         model=str(model),

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from statistics import median
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import product
+from typing import Any, Generic, TypeVar
 
-from mlxcache.bench.client import Refused, Reply
-from mlxcache.bench.own import OwnTime
-from mlxcache.bench.process import OURS, Server
+from mlxcache.bench.checks import Check, by, middle
+from mlxcache.bench.client import Client, Refused, Reply
+from mlxcache.bench.process import OURS, THEIRS, Lives, NotStarted, OwnTime
 from mlxcache.bench.scenarios import AGAIN, SCENARIOS, Outcome, Visit
 
 SETTLE_S = 0.05
 """Pause in seconds between two servers, so that writes of one do not slow down the other."""
+
+FIRST_TOKEN, OWN_TIME, THROUGHPUT = 1.05, 1.10, 1.0
+OVERHEAD_S = 0.030
+
+LONG_S, SOONER = 10.0, 20.0
+"""Seconds of a cold first token, and how many times sooner it must come after a restart.
+
+The bound is checked if the cold one takes at least LONG_S seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +33,7 @@ class Sample:
     `first_s` is the time to the first text, the mean of all replies, and `wall_s` the time of the
     scenario. `rate` is the tokens per second of a reply after its first token, the median of all
     replies. `throughput` is `generated_tokens`, the sum of all replies, per second of `wall_s`. The
-    counts of a prompt are means, and None if the server did not report them for every reply;
-    `fed_tokens` were not cached.
+    counts of a prompt are means, and None if the server did not report them for every reply.
     """
 
     first_s: float
@@ -39,12 +47,49 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
-    """Seconds to the first token of a warm turn, here and with mlx-lm alone for the same tokens.
+class Round:
+    """Figures of three turns: cold, warm, and one after kill -9 and a new start.
 
-    `server_s` is this server's time and `own_s` that of mlx-lm without a server. `fed_tokens` of
-    the `prompt_tokens` were not cached.
+    The times are seconds until the first text, `again_s` that of the third turn; `sooner` is
+    `cold_s` / `again_s`. Counts are those of the third turn, None if the server reports none:
+    `restored_tokens` came from disk, and `lost_tokens` is the number of tokens of the cold turn and
+    its reply whose KV was computed, less `cached_tokens`: 0 or less if all were still cached.
     """
+
+    cold_s: float
+    warm_s: float
+    again_s: float
+    prompt_tokens: int | None
+    cached_tokens: int | None
+    restored_tokens: int | None
+    lost_tokens: int | None
+    sooner: float | None
+
+
+S = TypeVar("S", Sample, Round)
+
+
+class Samples(dict[str, list[S]], Generic[S]):
+    """Samples of one scenario by the server's name."""
+
+    def medians(self, server: str) -> dict[str, float | None]:
+        taken = self.get(server, [])
+        names = [one.name for one in fields(taken[0])] if taken else []
+        return {name: middle(getattr(sample, name) for sample in taken) for name in names}
+
+    def ratio(self, figure: str, server: str) -> float | None:
+        """Return the median over repetitions of this server's `figure` divided by that of `server`.
+
+        Both are measured within seconds, so that a change of the machine's speed during the run has
+        no effect. Returns None if no repetition can be compared.
+        """
+        pairs = zip(self.get(OURS, ()), self.get(server, ()), strict=False)
+        return middle(by(getattr(mine, figure), getattr(other, figure)) for mine, other in pairs)
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Seconds to the first token of a warm turn, here and with mlx-lm alone for the same tokens."""
 
     server_s: float
     own_s: float
@@ -54,53 +99,25 @@ class Pair:
 
 @dataclass(slots=True)
 class Results:
-    """Samples by scenario and server, failures as text, and details of warm turns.
+    """Samples by scenario, failures as text, and details of warm turns.
 
     `pairs` compares warm turns of this server with mlx-lm alone, which also measured
-    `kv_bytes_per_token`. `timings` holds the times that this server recorded for each warm turn, as
-    `timing` returns them.
+    `kv_bytes_per_token`. `timings` has the seconds of each part of a warm turn, as this server
+    recorded them.
     """
 
-    samples: dict[str, dict[str, list[Sample]]] = field(default_factory=dict)
+    samples: dict[str, Samples[Sample]] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
     pairs: list[Pair] = field(default_factory=list)
     timings: list[Mapping[str, float | None]] = field(default_factory=list)
     kv_bytes_per_token: float | None = None
 
-    def medians(self, scenario: str, server: str) -> dict[str, float | None]:
-        """Return the median over repetitions of each field of `Sample`, by the field's name.
-
-        A median is None if no sample has the figure. Returns {} if no sample was taken.
-        """
-        taken = self.samples.get(scenario, {}).get(server, [])
-        names = Sample.__dataclass_fields__ if taken else ()
-        return {name: middle(getattr(sample, name) for sample in taken) for name in names}
-
     def ratio(self, scenario: str, figure: str, server: str) -> float | None:
-        """Return the median over repetitions of this server's `figure` divided by that of `server`.
-
-        `figure` is the name of a field of `Sample`. Both figures of a ratio are measured within
-        seconds, so that a change of the machine's speed during the run has no effect. Returns None
-        if no repetition can be compared.
-        """
-        taken = self.samples.get(scenario, {})
-        pairs = zip(taken.get(OURS, ()), taken.get(server, ()), strict=False)
-        return middle(by(getattr(mine, figure), getattr(other, figure)) for mine, other in pairs)
-
-
-def middle(values: Iterable[float | None]) -> float | None:
-    """Return the median of the values that are not None, or None if there are none."""
-    known = [value for value in values if value is not None]
-    return median(known) if known else None
-
-
-def by(mine: float | None, other: float | None) -> float | None:
-    """Return the ratio `mine` / `other`, or None if one is None or `other` is 0."""
-    return mine / other if mine is not None and other else None
+        taken = self.samples.get(scenario)
+        return None if taken is None else taken.ratio(figure, server)
 
 
 def sample(outcome: Outcome) -> Sample:
-    """Return the figures of one run of a scenario, from its replies and its time."""
     replies = outcome.replies
     generated = sum(reply.generated_tokens for reply in replies)
     return Sample(
@@ -124,79 +141,150 @@ def _mean(counts: Sequence[int | None]) -> float | None:
 class Plan:
     """Scenarios to run, by name, and how often: `runs` repetitions at each server.
 
-    `visit(server, run)` makes a `Visit`: the conversations of repetition `run` at one server.
-    `on_step` is called with a text before each scenario. With `keep`, all repetitions share one
-    visit: conversations continue, and scenarios that begin one are run only once. This saves most
-    of the time if prompts are long.
+    `visit(client, run)` makes the conversations of repetition `run` at one server. `on_step` is
+    called with a text before each scenario. With `keep`, all repetitions share one visit:
+    conversations continue, and scenarios that begin one are run only once. This saves most of the
+    time if prompts are long.
     """
 
     scenarios: Sequence[str]
     runs: int
-    visit: Callable[[Server, int], Visit]
+    visit: Callable[[Client, int], Visit]
     on_step: Callable[[str], None]
     keep: bool = False
 
-    def visits(self, servers: Sequence[Server], run: int) -> dict[str, Visit]:
-        """Return new conversations for repetition `run` at each server, by the server's name."""
-        return {server.name: self.visit(server, run) for server in servers}
+    def play(
+        self, servers: Sequence[Lives], take: Callable[[str, Lives, Visit], None]
+    ) -> list[str]:
+        """Call `take(scenario, server, visit)` in turn; return failures as text. Blocks.
 
-    def due(self, run: int) -> Sequence[str]:
-        """Return the names of the scenarios that repetition `run`, counted from 0, runs."""
-        once = self.keep and run > 0
-        return [name for name in self.scenarios if not once or name in AGAIN]
+        The order of the servers rotates. One that fails in a scenario skips it from then on.
+        """
+        failures: list[str] = []
+        out: set[tuple[str, str]] = set()
+        visits: dict[tuple[str, int], Visit] = {}
+        for run, name, at in product(range(self.runs), self.scenarios, range(len(servers))):
+            server = servers[(run + at) % len(servers)]
+            again = self.keep and run > 0
+            if (again and name not in AGAIN) or (name, server.name) in out:
+                continue
+            self.on_step(f"{run + 1}/{self.runs} {name} {server.name}")
+            time.sleep(SETTLE_S)
+            key = (server.name, 0 if self.keep else run)
+            try:
+                if key not in visits:
+                    visits[key] = self.visit(server.client, key[1])
+                take(name, server, visits[key])
+            except (Refused, NotStarted) as error:
+                out.add((name, server.name))
+                failures.append(f"{server.name}, {name}: {error}")
+        return failures
 
 
-def play(servers: Sequence[Server], plan: Plan, own: OwnTime | None) -> Results:
+def measure(plan: Plan, servers: Sequence[Lives], own: OwnTime | None) -> Results:
     """Run the scenarios of `plan` at all `servers` and return the results. Blocks.
 
-    The order of the servers rotates with each repetition. A server that fails in a scenario skips
-    it in later repetitions. `own`, if not None, measures the turns of this server's scenario `warm`
-    again with mlx-lm alone.
+    `own`, if not None, measures the turns of this server's scenario `warm` again with mlx-lm alone.
     """
-    results = Results({name: {server.name: [] for server in servers} for name in plan.scenarios})
-    out: set[tuple[str, str]] = set()
-    visits = plan.visits(servers, 0)
-    for run in range(plan.runs):
-        if run and not plan.keep:
-            visits = plan.visits(servers, run)
-        for name in plan.due(run):
-            for server in _rotated(servers, run):
-                if (name, server.name) in out:
-                    continue
-                plan.on_step(f"{run + 1}/{plan.runs} {name} {server.name}")
-                time.sleep(SETTLE_S)
-                try:
-                    _play_one(name, server, visits[server.name], own, results)
-                except Refused as refused:
-                    out.add((name, server.name))
-                    results.failures.append(f"{server.name}, {name}: {refused}")
+    results = Results({
+        name: Samples({server.name: [] for server in servers}) for name in plan.scenarios
+    })  # fmt: skip
+
+    def take(name: str, server: Lives, visit: Visit) -> None:
+        outcome = SCENARIOS[name](visit)
+        results.samples[name][server.name].append(sample(outcome))
+        if name == "warm" and server.name == OURS:
+            reply = outcome.replies[0]
+            record: dict[str, Any] = server.client.get(f"/v1/requests/{reply.request}")
+            results.timings.append(dict(record["timing"]))
+            if own is not None and reply.prompt_tokens and reply.cached_tokens:
+                fed = reply.prompt_tokens - reply.cached_tokens
+                seconds, results.kv_bytes_per_token = own.ask(reply.cached_tokens, fed)
+                results.pairs.append(Pair(reply.first_s, seconds, reply.prompt_tokens, fed))
+
+    results.failures += plan.play(servers, take)
     return results
 
 
-def _rotated(servers: Sequence[Server], by: int) -> list[Server]:
-    at = by % len(servers)
-    return [*servers[at:], *servers[:at]]
+def measure_restarts(plan: Plan, lives: Sequence[Lives]) -> tuple[Samples[Round], list[str]]:
+    """Kill each server after the second turn of a conversation; return rounds and failures."""
+    rounds: Samples[Round] = Samples({one.name: [] for one in lives})
+
+    def take(_: str, one: Lives, visit: Visit) -> None:
+        rounds[one.name].append(_round(one, visit))
+
+    return rounds, plan.play(lives, take)
 
 
-def _play_one(
-    name: str, server: Server, visit: Visit, own: OwnTime | None, results: Results
-) -> None:
-    outcome = SCENARIOS[name](visit)
-    results.samples[name][server.name].append(sample(outcome))
-    if name == "warm" and server.name == OURS:
-        reply = outcome.replies[0]
-        results.timings.append(timing(server, reply))
-        if own is not None and reply.prompt_tokens and reply.cached_tokens:
-            fed = reply.prompt_tokens - reply.cached_tokens
-            seconds, results.kv_bytes_per_token = own.ask(reply.cached_tokens, fed)
-            results.pairs.append(Pair(reply.first_s, seconds, reply.prompt_tokens, fed))
+def _round(lives: Lives, visit: Visit) -> Round:
+    cold = visit.open("main")
+    talk = visit.talk("main")
+    warm = talk.ask(visit.words())
+    lives.kill()
+    talk.reconnect(lives.client)
+    again = talk.ask(visit.words())
+    cached = again.cached_tokens
+    return Round(
+        cold_s=cold.first_s,
+        warm_s=warm.first_s,
+        again_s=again.first_s,
+        prompt_tokens=again.prompt_tokens,
+        cached_tokens=cached,
+        restored_tokens=_restored(talk.client, again),
+        lost_tokens=None if cached is None else cold.conversation_tokens - cached,
+        sooner=by(cold.first_s, again.first_s),
+    )
 
 
-def timing(server: Server, reply: Reply) -> Mapping[str, float | None]:
-    """Fetch the times that this server recorded for the request of `reply`.
+def _restored(client: Client, reply: Reply) -> int | None:
+    """Fetch the restored tokens of a reply's request, which only mlxcache reports."""
+    if reply.request is None:
+        return None
+    with contextlib.suppress(Refused):
+        record: Mapping[str, Any] = client.get(f"/v1/requests/{reply.request}")
+        return record.get("restored_tokens")
+    return None
 
-    They are the seconds of each part of the request, by the part's name, from the field `timing` of
-    `GET /v1/requests/ID`. Raises Refused.
+
+# -- bounds ----------------------------------------------------------------------------------------
+
+
+def speed_checks(results: Results, others: Sequence[str]) -> Iterator[Check]:
+    """Yield the bounds on this server's speed, some of them relative to the servers `others`.
+
+    No scenario may have failed. A bound is left out if `results` lacks a figure for it.
     """
-    record: dict[str, Any] = server.client.get(f"/v1/requests/{reply.request}")
-    return dict(record["timing"])
+    yield Check("scenarios that failed here", _failed(results.failures), 0)
+    for other in others:
+        ratio = results.ratio("warm", "first_s", other)
+        if ratio is not None:
+            yield Check(f"warm first token, by that of {other}", ratio, FIRST_TOKEN)
+    cold = [results.ratio("cold", "first_s", other) for other in others]
+    worst = max((ratio for ratio in cold if ratio is not None), default=None)
+    if worst is not None:
+        yield Check("cold first token, by the best of the others", worst, FIRST_TOKEN)
+    ratio = results.ratio("concurrent", "throughput", THEIRS)
+    if ratio is not None:
+        name = f"tokens/s of eight at once, by {THEIRS}'s"
+        yield Check(name, ratio, THROUGHPUT, least=True)
+    share = middle(by(pair.server_s, pair.own_s) for pair in results.pairs)
+    over = middle(pair.server_s - pair.own_s for pair in results.pairs)
+    if share is not None and over is not None:
+        yield Check("warm first token, by the model's own time", share, OWN_TIME)
+        yield Check("warm first token, less the model's own time", over, OVERHEAD_S, "s")
+
+
+def restart_checks(rounds: Samples[Round], failures: Sequence[str]) -> Iterator[Check]:
+    """Yield the bounds on mlxcache's rounds: none may fail or lose a token of its cold turn."""
+    yield Check("restarts that failed here", _failed(failures), 0)
+    mine = rounds.medians(OURS)
+    lost = max((one.lost_tokens or 0 for one in rounds[OURS]), default=0)
+    yield Check("tokens of the turn before the last that a kill cost", lost, 0)
+    sooner = mine.get("sooner")
+    if (mine.get("cold_s") or 0) >= LONG_S and sooner is not None:
+        name = "first token after a restart, times sooner than cold"
+        yield Check(name, sooner, SOONER, least=True)
+
+
+def _failed(failures: Sequence[str]) -> int:
+    return sum(failure.startswith(f"{OURS},") for failure in failures)

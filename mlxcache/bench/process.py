@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shlex
 import signal
@@ -12,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
 
@@ -28,20 +29,19 @@ OURS, THEIRS = "mlxcache", "mlx_lm.server"
 
 
 class NotStarted(Exception):
-    """Error raised if a server cannot be started, ends early, or does not answer in time.
+    """Error raised if a server cannot be started, ends early, or does not answer in time."""
 
-    If it was started, the text of the error has the last lines of its output.
-    """
+
+class NoOwnTime(Exception):
+    """Error raised if a model cannot be measured without a server."""
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Command that starts a server, and the server's `name`.
+    """Command that starts a server, with {model} and {port} for the model's folder and the port.
 
-    {model} and {port} in the command stand for the model's folder and the port to serve on; see
-    `filled`. A `foreign` program has a Python environment of its own: it does not inherit
-    PYTHONPATH and VIRTUAL_ENV. LD_PRELOAD is always inherited. `variables` are set for the program
-    besides those that it inherits.
+    A `foreign` program has a Python environment of its own: it does not inherit PYTHONPATH and
+    VIRTUAL_ENV. LD_PRELOAD is always inherited.
     """
 
     name: str
@@ -50,33 +50,25 @@ class Launch:
     variables: Mapping[str, str] = field(default_factory=dict)
 
     def filled(self, model: str, port: int) -> list[str]:
-        """Return the command line, with {model} and {port} replaced by `model` and `port`."""
         return [
             part.replace("{model}", model).replace("{port}", str(port)) for part in self.command
         ]
 
 
 def ours(cache_dir: Path, *extra: str) -> Launch:
-    """Return how to start `mlxcache serve` with this Python and the cache folder `cache_dir`.
-
-    `extra` are further arguments of `serve`.
-    """
+    """Return how to start `mlxcache serve` with this Python; `extra` are further arguments."""
     command = (sys.executable, "-m", "mlxcache.cli.main", "serve", "--model", "{model}")
     where = ("--port", "{port}", "--cache-dir", str(cache_dir), "--log-level", "warning")
     return Launch(OURS, command + where + extra)
 
 
 def mlx_lm_server() -> Launch:
-    """Return how to start mlx_lm.server with its defaults."""
     command = (sys.executable, "-m", "mlx_lm", "server", "--model", "{model}", "--port", "{port}")
     return Launch(THEIRS, (*command, "--log-level", "WARNING"))
 
 
 def parse_against(text: str) -> Launch:
-    """Return how to start the server that `text`, in the form NAME=COMMAND, describes.
-
-    Raises ValueError if NAME is missing, or if COMMAND does not contain {model} and {port}.
-    """
+    """Return the server that NAME=COMMAND describes. Raises ValueError."""
     name, equals, command = text.partition("=")
     if not (name and equals and "{model}" in command and "{port}" in command):
         raise ValueError(
@@ -86,19 +78,13 @@ def parse_against(text: str) -> Launch:
 
 
 def free_port() -> int:
-    """Return a port of this machine on which no program is listening."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 class Server:
-    """A running server and its memory use.
-
-    `idle_bytes` is the memory when `watch` is called, and `peak_bytes` the maximum after that; both
-    are 0 before. Memory, in bytes, includes child processes. It is the footprint on a Mac, and the
-    resident memory elsewhere (`read_footprint`).
-    """
+    """A running server and its memory use, child processes included, in bytes."""
 
     def __init__(
         self, launch: Launch, process: subprocess.Popen[bytes], client: Client, model: str = ""
@@ -114,42 +100,34 @@ class Server:
         self._sampler = threading.Thread(target=self._sample, daemon=True)
 
     def alive(self) -> bool:
-        """Return whether the process is running."""
         return self._process.poll() is None
 
     @property
     def pid(self) -> int:
-        """Process id of the server, not of its children."""
         return self._process.pid
 
     def signal(self, number: int) -> None:
-        """Send the signal `number` to the server's process, if that is still running."""
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(number)
 
     def wait(self, seconds: float) -> int | None:
-        """Wait for the process to end; return its exit status, or None if `seconds` pass before."""
+        """Return the exit status, or None if `seconds` pass before the end."""
         try:
             return self._process.wait(seconds)
         except subprocess.TimeoutExpired:
             return None
 
     def watch(self) -> None:
-        """Set `idle_bytes` to the memory used now, and begin to measure `peak_bytes`.
-
-        A thread measures every `SAMPLE_S` seconds until `kill` or `end` is called.
-        """
+        """Set `idle_bytes` to the memory used now; sample `peak_bytes` until the server ends."""
         self._tree += self._tree[0].children(recursive=True)
         self.idle_bytes = self.resident()
         self._sampler.start()
 
     def resident(self) -> int:
-        """Return the memory in use by the server and its children, in bytes; 0 if it has ended."""
         return sum(read_footprint(process.pid) for process in self._tree)
 
     @property
     def weights_bytes(self) -> int:
-        """Total size of the model's weight files, in bytes."""
         return sum(file.stat().st_size for file in Path(self._model).glob("*.safetensors"))
 
     def _sample(self) -> None:
@@ -164,10 +142,7 @@ class Server:
         self._process.wait()
 
     def end(self) -> None:
-        """End the whole process group. Blocks.
-
-        All its processes get SIGTERM, then SIGKILL when the server has ended or 10 s have passed.
-        """
+        """End the whole process group: SIGTERM, then SIGKILL after the server's end or 10 s."""
         self._over.set()
         for number in (signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError):
@@ -177,11 +152,7 @@ class Server:
 
 
 class Lives:
-    """A server that can be killed and started again with the same model and cache folder.
-
-    It is started when `server` is used and none is running. Each start uses a new port. `server`
-    raises NotStarted if the server does not start.
-    """
+    """A server that can be killed and started again with the same model and cache folder."""
 
     def __init__(self, launch: Launch, model: Path, logs: Path, wait_s: float):
         self.name = launch.name
@@ -191,22 +162,22 @@ class Lives:
 
     @property
     def server(self) -> Server:
-        """The running server, started if none is running."""
+        """The running server, started on a new port if none is running. Raises NotStarted."""
         if self._server is None:
             self._server = self._stack.enter_context(running(*self._start))
         return self._server
 
+    @property
+    def client(self) -> Client:
+        return self.server.client
+
     def kill(self) -> None:
-        """Kill the running server with SIGKILL. The next use of `server` starts another one."""
         if self._server is not None:
             self._server.kill()
             self.end()
 
     def stop(self, seconds: float) -> None:
-        """Stop the running server, if any, by SIGTERM, so that it finishes pending writes.
-
-        It is killed if it still runs after `seconds`. Blocks.
-        """
+        """Stop the server, if any, so that it finishes pending writes; kill it after `seconds`."""
         if self._server is not None:
             self._server.signal(signal.SIGTERM)
             if self._server.wait(seconds) is None:
@@ -214,10 +185,6 @@ class Lives:
             self.end()
 
     def kill_starting(self, seconds: float) -> None:
-        """Start a server and kill it after `seconds`, ready or not. Blocks.
-
-        Raises NotStarted if the command cannot be run.
-        """
         launch, model, logs, _ = self._start
         with (logs / f"{self.name}-starting.log").open("wb") as output:
             server = _begun(launch, str(model), free_port(), output)
@@ -225,7 +192,6 @@ class Lives:
         server.kill()
 
     def end(self) -> None:
-        """End the running server, if there is one, as `Server.end` does."""
         self._server = None
         self._stack.close()
 
@@ -234,9 +200,8 @@ class Lives:
 def running(launch: Launch, model: Path, logs: Path, wait_s: float) -> Iterator[Server]:
     """Yield a running server, which ends with the block. Raises NotStarted.
 
-    The server is ready when it has answered /v1/models or /health, and then one chat request.
-    `wait_s`: maximum seconds until it answers, and again for the chat. `model`: the model's folder.
-    The server's output goes to a file in the folder `logs`.
+    It is ready when it has answered /v1/models or /health, and then one chat request; each may take
+    `wait_s`. Its output goes to a file in the folder `logs`.
     """
     port = free_port()
     log = logs / f"{launch.name.replace('/', '_')}-{port}.log"
@@ -254,11 +219,7 @@ def running(launch: Launch, model: Path, logs: Path, wait_s: float) -> Iterator[
 def program(
     command: Sequence[str], log: Path, *, stdin: int = subprocess.DEVNULL
 ) -> Iterator[subprocess.Popen[str]]:
-    """Yield a running program, whose process group is killed at the end of the block.
-
-    Its standard output is a pipe of text, and its standard error goes to the file `log`. `stdin` is
-    as for `subprocess.Popen`.
-    """
+    """Yield a running program, whose process group is killed at the end of the block."""
     with log.open("wb") as errors:
         process = subprocess.Popen(
             command, stdin=stdin, stdout=subprocess.PIPE, stderr=errors, text=True,
@@ -277,10 +238,7 @@ def program(
 
 
 def run_to_end(command: Sequence[str], log: Path) -> tuple[int, list[str]]:
-    """Run a program to its end; return its exit status and the lines that it printed. Blocks.
-
-    Standard error goes to the file `log`. An exception raised while waiting kills the program.
-    """
+    """Run a program to its end; return its exit status and the lines that it printed."""
     with program(command, log) as process:
         printed, _ = process.communicate()
     return process.returncode, printed.strip().splitlines()
@@ -302,13 +260,12 @@ def _begun(launch: Launch, model: str, port: int, output: IO[bytes]) -> Server:
 
 
 def _await(server: Server, wait_s: float, log: Path) -> None:
-    quick = Client(server.client.port, server.client.model, timeout=5.0)
-    patient = Client(server.client.port, server.client.model, timeout=wait_s)
+    quick, patient = (replace(server.client, timeout=one) for one in (5.0, wait_s))
     asked = "neither /v1/models nor /health answers"
     deadline = time.monotonic() + wait_s
     while server.alive() and time.monotonic() < deadline:
         try:
-            if _well(quick, ("/v1/models", "/health")):
+            if _answers(quick, "/v1/models") or _answers(quick, "/health"):
                 patient.chat([{"role": "user", "content": "hello"}], 4)
                 return
         except Refused as refused:
@@ -318,15 +275,62 @@ def _await(server: Server, wait_s: float, log: Path) -> None:
     raise NotStarted(f"{server.name} did not start within {wait_s:.0f} s: {why}\n{tail(log)}")
 
 
-def _well(client: Client, paths: Sequence[str]) -> bool:
-    for path in paths:
-        with contextlib.suppress(Refused):
-            client.get(path)
-            return True
-    return False
+def _answers(client: Client, path: str) -> bool:
+    try:
+        client.get(path)
+    except Refused:
+        return False
+    return True
 
 
 def tail(log: Path, lines: int = 25) -> str:
-    """Return the last `lines` of a log file as text."""
     text = log.read_text(encoding="utf-8", errors="replace")
     return "\n".join(text.splitlines()[-lines:])
+
+
+@dataclass(frozen=True, slots=True)
+class OwnTime:
+    """Process that measures mlx-lm without a server. Methods block, and raise NoOwnTime."""
+
+    process: subprocess.Popen[str]
+
+    def ask(self, prefix: int, fed: int) -> tuple[float, float]:
+        """Return seconds to the token after `fed` new ones, and KV bytes a token."""
+        answer = self._answer(prefix=prefix, fed=fed)
+        return answer["seconds"], answer["kv_bytes_per_token"]
+
+    def decode(self, prefix: int, reply: int) -> tuple[float, float]:
+        """Return tokens per second, and peak bytes beyond those held at the first token."""
+        answer = self._answer(prefix=prefix, reply=reply)
+        return answer["tokens_s"], answer["peak_bytes"]
+
+    def prefill(self, prompt: int, step: int) -> float:
+        return self._answer(prompt=prompt, step=step)["tokens_s"]
+
+    def _answer(self, **question: int) -> dict[str, float]:
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(json.dumps(question) + "\n")
+            self.process.stdin.flush()
+        return self.read()
+
+    def read(self) -> dict[str, float]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        answer = json.loads(line) if line else {"error": "the measuring process ended"}
+        if "error" in answer:
+            raise NoOwnTime(answer["error"])
+        return {name: float(value) for name, value in answer.items()}
+
+
+@contextlib.contextmanager
+def measuring(model: Path, logs: Path) -> Iterator[OwnTime | None]:
+    """Yield a process with a model loaded by mlx-lm; None if it cannot be measured."""
+    command = [sys.executable, "-m", "mlxcache.model.own_time", str(model)]
+    with program(command, logs / "own_time.log", stdin=subprocess.PIPE) as process:
+        own: OwnTime | None = OwnTime(process)
+        try:
+            OwnTime(process).read()
+        except NoOwnTime:
+            own = None
+        yield own

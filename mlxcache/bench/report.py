@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
@@ -13,8 +13,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from mlxcache.bench.checks import Check
-from mlxcache.bench.measure import Results, middle
+from mlxcache.bench.checks import Check, middle
+from mlxcache.bench.measure import Results, Round, S, Samples
 from mlxcache.bench.process import OURS, Server
 from mlxcache.bench.scenarios import PARTING, SCENARIOS
 
@@ -38,54 +38,96 @@ FED_COMPARED = {"first_s": "× first", "fed_tokens": "× fed"}
 """Columns for scenarios that measure fed tokens: figures relative to the other server."""
 RATIOS = ("first_s", "fed_tokens", "wall_s", "rate", "throughput")
 
-
-def show(console: Console, results: Results, servers: Sequence[Server], what: str = "") -> None:
-    """Print tables of medians, of memory and of the parts of a warm turn, then the failures.
-
-    `servers` are those that were measured. `what` names the model, if several are measured.
-    """
-    names = [server.name for server in servers]
-    console.print(_scenarios(results, names, f"{what}: medians" if what else "Medians"))
-    console.print(_memory(servers))
-    if results.timings:
-        console.print(_timings(results))
-    for failure in results.failures:
-        console.print(failure, style="red", markup=False)
+RESTART = {
+    "cold_s": "cold",
+    "warm_s": "warm",
+    "again_s": "restarted",
+    "prompt_tokens": "prompt",
+    "cached_tokens": "cached",
+    "restored_tokens": "from disk",
+}
 
 
 def wide_console() -> Console:
-    """Return a console on standard output that is at least wide enough for the tables.
-
-    A terminal keeps its own width.
-    """
+    """Return a console at least as wide as the tables; a terminal keeps its own width."""
     console = Console()
     return console if console.is_terminal else Console(width=WIDTH)
 
 
-def table_of(title: str, *left: str) -> Table:
-    """Return an empty table with the text columns `left`; the caller adds columns of figures."""
-    return Table(*left, title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)
+def table_of(title: str, *left: str, right: Sequence[str] = ()) -> Table:
+    table = Table(*left, title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)
+    for heading in right:
+        table.add_column(heading, justify="right")
+    return table
+
+
+def show(console: Console, results: Results, servers: Sequence[Server], what: str = "") -> None:
+    """Print tables of medians, of memory and of the parts of a warm turn, then the failures."""
+    names = [server.name for server in servers]
+    console.print(_scenarios(results, names, f"{what}: medians" if what else "Medians"))
+    memory = table_of("Resident memory", "server", right=("at rest", "peak"))
+    for server in servers:
+        memory.add_row(server.name, megabytes(server.idle_bytes), megabytes(server.peak_bytes))
+    console.print(memory)
+    if results.timings:
+        parts = table_of("Where a warm turn's first token goes", "part", right=("median",))
+        for name, value in overhead(results).items():
+            parts.add_row(name, milliseconds(value))
+        console.print(parts)
+    _show_failures(console, results.failures)
 
 
 def _scenarios(results: Results, names: Sequence[str], title: str) -> Table:
-    table = table_of(f"{title}; × is ours by theirs, pair by pair", "scenario", "server")
     parting = set(results.samples) <= set(PARTING)
     figures, compared = (FED_FIGURES, FED_COMPARED) if parting else (FIGURES, COMPARED)
-    for heading in (*figures.values(), *compared.values()):
-        table.add_column(heading, justify="right")
-    for scenario in results.samples:
+    title = f"{title}; × is ours by theirs, pair by pair"
+    headings = (*figures.values(), *compared.values())
+    table = table_of(title, "scenario", "server", right=headings)
+    for scenario, taken in results.samples.items():
         for at, name in enumerate(names):
-            middle_of = results.medians(scenario, name)
-            cells = [cell(figure, middle_of.get(figure)) for figure in figures]
+            middle_of = taken.medians(name)
+            cells = [_cell(figure, middle_of.get(figure)) for figure in figures]
             if name != OURS:
-                cells += [ratio(results.ratio(scenario, figure, name)) for figure in compared]
+                cells += [_ratio(taken.ratio(figure, name)) for figure in compared]
             table.add_row("" if at else scenario, name, *cells)
         table.add_section()
     return table
 
 
-def cell(figure: str, value: float | None) -> str:
-    """Format `value` by the end of the figure's name, `_s` or `_tokens`; None becomes a dash."""
+def show_restarts(
+    console: Console, rounds: Samples[Round], failures: Sequence[str], title: str
+) -> None:
+    title = f"{title}: killed after the second turn; first tokens"
+    headings = (*RESTART.values(), "sooner than cold", "× restarted")
+    table = table_of(title, "server", right=headings)
+    for server in rounds:
+        found = rounds.medians(server)
+        cells = [_cell(figure, found.get(figure)) for figure in RESTART]
+        ratio = None if server == OURS else rounds.ratio("again_s", server)
+        table.add_row(server, *cells, _ratio(found.get("sooner")), _ratio(ratio))
+    console.print(table)
+    _show_failures(console, failures)
+
+
+def _show_failures(console: Console, failures: Sequence[str]) -> None:
+    for failure in failures:
+        console.print(failure, style="red", markup=False)
+
+
+def show_checks(console: Console, checks: Sequence[Check]) -> None:
+    if not checks:
+        return
+    table = table_of("Bounds", "bound", right=("measured", "asked", ""))
+    for check in checks:
+        sign = "≥" if check.least else "≤"
+        verdict = "[green]holds[/]" if check.ok else "[red]broken[/]"
+        measured, bound = (_value(value, check.unit) for value in (check.measured, check.bound))
+        table.add_row(check.name, measured, f"{sign} {bound}", verdict)
+    console.print(table)
+
+
+def _cell(figure: str, value: float | None) -> str:
+    """Format `value` by the end of the figure's name, `_s` or `_tokens`."""
     if value is None:
         return "-"
     if figure.endswith("_s"):
@@ -93,9 +135,14 @@ def cell(figure: str, value: float | None) -> str:
     return f"{value:.0f}" if figure.endswith("_tokens") else f"{value:.1f}"
 
 
-def ratio(value: float | None) -> str:
-    """Format a ratio with two decimals; None becomes a dash."""
+def _ratio(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
+
+
+def _value(value: float, unit: str) -> str:
+    if unit == "s":
+        return milliseconds(value)
+    return megabytes(value) if unit == "bytes" else f"{value:.3g}"
 
 
 def milliseconds(seconds: float) -> str:
@@ -108,70 +155,22 @@ def megabytes(size: float) -> str:
     return f"{size / 1e6:.0f} MB"
 
 
-def _memory(servers: Sequence[Server]) -> Table:
-    table = table_of("Resident memory", "server")
-    table.add_column("at rest", justify="right")
-    table.add_column("peak", justify="right")
-    for server in servers:
-        table.add_row(server.name, megabytes(server.idle_bytes), megabytes(server.peak_bytes))
-    return table
-
-
-def _timings(results: Results) -> Table:
-    table = table_of("Where a warm turn's first token goes", "part")
-    table.add_column("median", justify="right")
-    for name, value in overhead(results).items():
-        table.add_row(name, milliseconds(value))
-    return table
-
-
 def overhead(results: Results) -> dict[str, float]:
-    """Return the median seconds of each part of a warm turn, by name.
+    """Return the median seconds of each part of a warm turn that was measured, by name.
 
-    The parts are those that mlxcache reports, followed by the time to the first token as seen by
-    the client, the time that mlx-lm takes without a server for the same tokens, and the difference
-    of these two. Parts that were not measured are left out.
+    Besides what mlxcache reports: the first token as the client saw it, and as mlx-lm alone takes.
     """
     names = results.timings[0] if results.timings else {}
     parts = {name: middle(timing.get(name) for timing in results.timings) for name in names}
-    parts["seen by the client"] = results.medians("warm", OURS).get("first_s")
+    warm = results.samples.get("warm", Samples())
+    parts["seen by the client"] = warm.medians(OURS).get("first_s")
     parts["the model's own time"] = middle(pair.own_s for pair in results.pairs)
-    over = middle(pair.server_s - pair.own_s for pair in results.pairs)
-    parts["seen less own"] = over
+    parts["seen less own"] = middle(pair.server_s - pair.own_s for pair in results.pairs)
     return {name: value for name, value in parts.items() if value is not None}
 
 
-def show_checks(console: Console, checks: Sequence[Check]) -> None:
-    """Print each bound and whether it holds; nothing if there is none."""
-    if not checks:
-        return
-    table = table_of("Bounds", "bound")
-    for title in ("measured", "asked", ""):
-        table.add_column(title, justify="right")
-    for check in checks:
-        sign = "≥" if check.least else "≤"
-        verdict = "[green]holds[/]" if check.ok else "[red]broken[/]"
-        measured, bound = (_value(value, check.unit) for value in (check.measured, check.bound))
-        table.add_row(check.name, measured, f"{sign} {bound}", verdict)
-    console.print(table)
-
-
-def _value(value: float, unit: str) -> str:
-    if unit == "s":
-        return milliseconds(value)
-    if unit == "bytes":
-        return megabytes(value)
-    return f"{value:.3g}"
-
-
 def as_json(results: Results, servers: Sequence[Server]) -> dict[str, Any]:
-    """Return all results as an object for JSON, and the memory figures of `servers`.
-
-    `scenarios` has the medians, ratios and samples of each scenario by the server's name, and
-    `servers` the `idle_bytes` and `peak_bytes` of each. The other keys are `overhead` (the result
-    of that function), and `timings`, `own_time` (`Results.pairs`), `kv_bytes_per_token` and
-    `failures` of `results`. Times are in seconds, sizes in bytes.
-    """
+    """Return all results as an object for JSON, times in seconds and sizes in bytes."""
     names = [server.name for server in servers]
     return {
         "servers": {
@@ -181,13 +180,15 @@ def as_json(results: Results, servers: Sequence[Server]) -> dict[str, Any]:
         "scenarios": {
             scenario: {
                 "what": (SCENARIOS[scenario].__doc__ or "").strip(),
-                "medians": {name: results.medians(scenario, name) for name in names},
-                "ratios": _ratios(results, scenario, names),
-                "samples": {
-                    name: [asdict(sample) for sample in taken] for name, taken in by.items()
+                "medians": {name: taken.medians(name) for name in names},
+                "ratios": {
+                    name: {figure: taken.ratio(figure, name) for figure in RATIOS}
+                    for name in names
+                    if name != OURS
                 },
+                "samples": _samples_json(taken),
             }
-            for scenario, by in results.samples.items()
+            for scenario, taken in results.samples.items()
         },
         "overhead": overhead(results),
         "timings": results.timings,
@@ -197,25 +198,20 @@ def as_json(results: Results, servers: Sequence[Server]) -> dict[str, Any]:
     }
 
 
-def _ratios(results: Results, scenario: str, names: Sequence[str]) -> Mapping[str, Any]:
+def restarts_json(rounds: Samples[Round], failures: Sequence[str]) -> dict[str, Any]:
     return {
-        name: {figure: results.ratio(scenario, figure, name) for figure in RATIOS}
-        for name in names
-        if name != OURS
+        "medians": {server: rounds.medians(server) for server in rounds},
+        "ratios": {server: rounds.ratio("again_s", server) for server in rounds if server != OURS},
+        "rounds": _samples_json(rounds),
+        "failures": failures,
     }
 
 
-def checks_json(checks: Sequence[Check]) -> list[dict[str, Any]]:
-    """Return each bound as an object with the fields of `Check`, and `ok`: True if it holds."""
-    return [asdict(check) | {"ok": check.ok} for check in checks]
+def _samples_json(samples: Samples[S]) -> dict[str, list[dict[str, Any]]]:
+    return {name: [asdict(one) for one in taken] for name, taken in samples.items()}
 
 
 def machine() -> dict[str, Any]:
-    """Return a description of this machine and of the installed versions.
-
-    Its keys are `platform`, `processor`, `cores`, `python`, `versions` (by package) and
-    `preloaded`, the value of LD_PRELOAD.
-    """
     return {
         "platform": platform.platform(),
         "processor": platform.processor() or platform.machine(),

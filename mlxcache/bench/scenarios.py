@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from threading import Barrier
+from functools import partial
 from typing import Any
 
 from mlxcache.bench.client import Client, Reply
@@ -28,17 +28,13 @@ CROWD = tuple(f"crowd{number}" for number in range(8))
 
 @dataclass(slots=True)
 class Conversation:
-    """Conversation as a client keeps it: each turn sends all messages, with unchanged replies.
-
-    `max_tokens`: maximum length of each reply.
-    """
+    """Conversation as a client keeps it: each turn sends all messages, with unchanged replies."""
 
     client: Client
     max_tokens: int
     messages: list[dict[str, Any]]
 
     def reconnect(self, client: Client) -> None:
-        """Send later turns through `client`, such as that of a restarted server."""
         self.client = client
 
     def ask(self, text: str) -> Reply:
@@ -51,8 +47,6 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Replies of one scenario and the seconds that they took together."""
-
     replies: Sequence[Reply]
     wall_s: float
 
@@ -63,9 +57,8 @@ class Visit:
 
     All text is generated from `seed`; different seeds share no text. A conversation begins when a
     scenario first needs it, and later scenarios continue it. Unless said otherwise, its first
-    prompt has `tokens` tokens, three quarters of them in the system prompt. Replies have at most
-    `reply_tokens`. `said` counts the texts generated so far, so that each is new.
-    `has_branched` is True once a turn has branched off from `grown`.
+    prompt has `tokens` tokens, three quarters of them in the system prompt. `said` counts the texts
+    generated so far, so that each is new.
 
     - `main` is the conversation of most scenarios.
     - `other` and `revised` have the same system prompt as `main`, then a short message.
@@ -84,10 +77,7 @@ class Visit:
     said: int = 0
 
     def open(self, name: str) -> Reply:
-        """Create the conversation `name`, which must not exist yet, and run its first turn.
-
-        Raises Refused.
-        """
+        """Create the conversation `name`, which must not exist yet, and run its first turn."""
         first = self.prepare(name)
         return self.talks[name].ask(first)
 
@@ -99,7 +89,6 @@ class Visit:
         return first
 
     def talk(self, name: str) -> Conversation:
-        """Return the conversation `name`; if it is new, its first turn is run. Raises Refused."""
         if name not in self.talks:
             self.open(name)
         return self.talks[name]
@@ -111,17 +100,14 @@ class Visit:
 
     @property
     def grown_turn_tokens(self) -> int:
-        """Tokens of each user message in the conversation `grown`."""
         return round(self.tokens * GROWN_SHARE)
 
     def grown(self) -> Conversation:
-        """Return the conversation `grown`; if it is new, its six turns are run. Raises Refused."""
         if "grown" not in self.talks:
             grown(self)
         return self.talks["grown"]
 
     def _parts(self, name: str) -> tuple[str, str]:
-        """Return the system prompt and the first message of the conversation `name`."""
         system = round(self.tokens * SYSTEM_SHARE)
         first = self.tokens - system
         if name in ("other", "revised"):
@@ -142,10 +128,7 @@ class Visit:
         return self.filler.text(tokens, f"{self.seed}/{what}")
 
     def attribution(self) -> str:
-        """Return a first line for a system prompt that differs in each call.
-
-        Claude Code sends such a line.
-        """
+        """Return a first line of a system prompt, as of Claude Code: it differs in each call."""
         self.said += 1
         cch = random.Random(f"{self.seed}/{self.said}").getrandbits(20)
         return (
@@ -153,22 +136,30 @@ class Visit:
         )
 
     def together(self, texts: Mapping[str, str]) -> Outcome:
-        """Send a message to several conversations at the same time and wait for all replies.
+        return at_once([partial(self.talks[name].ask, text) for name, text in texts.items()])
 
-        `texts` holds the messages by the name of the conversation. Raises Refused.
-        """
-        start = Barrier(len(texts) + 1)
 
-        def go(name: str) -> Reply:
-            start.wait()
-            return self.talks[name].ask(texts[name])
+def at_once(asks: Sequence[Callable[[], Reply]]) -> Outcome:
+    """Make several requests at the same time, each in a thread, and wait for all replies."""
+    replies: list[Reply] = []
+    failed: list[Exception] = []
 
-        with ThreadPoolExecutor(len(texts)) as pool:
-            asked = [pool.submit(go, name) for name in texts]
-            start.wait()
-            began = time.perf_counter()
-            replies = [one.result() for one in asked]
-            return Outcome(replies, time.perf_counter() - began)
+    def go(ask: Callable[[], Reply]) -> None:
+        try:
+            replies.append(ask())
+        except Exception as error:  # noqa: BLE001 - raised below, in the caller's thread
+            failed.append(error)
+
+    # daemons: an exception in the caller, such as the end of its time, does not wait for replies
+    threads = [threading.Thread(target=go, args=(ask,), daemon=True) for ask in asks]
+    began = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise failed[0]
+    return Outcome(replies, time.perf_counter() - began)
 
 
 def _one(reply: Reply) -> Outcome:
@@ -176,20 +167,17 @@ def _one(reply: Reply) -> Outcome:
 
 
 def cold(visit: Visit) -> Outcome:
-    """Measure the first turn of the visit's conversation `main`, which must be new."""
+    """Measure the first turn of `main`, which must be new."""
     return _one(visit.open("main"))
 
 
 def warm(visit: Visit) -> Outcome:
-    """Measure the next turn of the visit's conversation `main`, with about 50 new tokens."""
+    """Measure the next turn of `main`, with about 50 new tokens."""
     return _one(visit.talk("main").ask(visit.words()))
 
 
 def edited(visit: Visit) -> Outcome:
-    """Measure the last turn of a conversation, sent again with another user message.
-
-    It is the visit's conversation `revised`, whose first two turns are run before if it is new.
-    """
+    """Measure the last turn of `revised`, sent again with another user message."""
     talk = visit.talk("revised")
     if len(talk.messages) < 5:
         talk.ask(visit.words())
@@ -198,26 +186,20 @@ def edited(visit: Visit) -> Outcome:
 
 
 def second(visit: Visit) -> Outcome:
-    """Measure the first turn of the visit's `other`, a conversation that must be new.
-
-    It has the system prompt of the visit's conversation `main`, which is cached by then.
-    """
+    """Measure the first turn of `other`, whose system prompt, that of `main`, is cached."""
     visit.talk("main")
     return _one(visit.open("other"))
 
 
 def in_turn(visit: Visit) -> Outcome:
-    """Measure two turns each of the visit's conversations `main` and `other`, alternating."""
+    """Measure two turns each of `main` and `other`, alternating."""
     talks = [visit.talk("main"), visit.talk("other")] * 2
     replies = [talk.ask(visit.words()) for talk in talks]
     return Outcome(replies, sum(reply.total_s for reply in replies))
 
 
 def attribution(visit: Visit) -> Outcome:
-    """Measure the next turn of a conversation whose system prompt has a new first line.
-
-    It is the visit's conversation `billed`, and the line is a result of `Visit.attribution`.
-    """
+    """Measure the next turn of `billed`, whose system prompt has a new first line."""
     talk = visit.talk("billed")
     system = talk.messages[0]["content"]
     body = system.partition("\n")[2]
@@ -226,10 +208,7 @@ def attribution(visit: Visit) -> Outcome:
 
 
 def concurrent(visit: Visit) -> Outcome:
-    """Measure the first turns of eight new conversations, sent at the same time.
-
-    They are the visit's conversations `crowd0` to `crowd7`, each an eighth as long as the others.
-    """
+    """Measure the first turns of eight new conversations, sent at the same time."""
     return visit.together({name: visit.prepare(name) for name in CROWD})
 
 
@@ -241,10 +220,7 @@ def concurrent_warm(visit: Visit) -> Outcome:
 
 
 def grown(visit: Visit) -> Outcome:
-    """Measure all six turns of the visit's conversation `grown`.
-
-    The figures are averages over the turns.
-    """
+    """Measure all six turns of `grown`; the figures are averages over them."""
     replies = [visit.open("grown")]
     talk = visit.talks["grown"]
     replies += [talk.ask(visit.words(visit.grown_turn_tokens)) for _ in range(GROWN_TURNS - 1)]
@@ -252,37 +228,24 @@ def grown(visit: Visit) -> Outcome:
 
 
 def last_edited(visit: Visit) -> Outcome:
-    """Measure the last turn of the visit's `grown`, sent again with another user message.
-
-    `grown` is a conversation; see `Visit`. It keeps its own last turn.
-    """
+    """Measure the last turn of `grown`, sent again with another user message."""
     before = visit.grown().messages[:-2]
     said = {"role": "user", "content": visit.words(visit.grown_turn_tokens)}
     return _one(visit.client.chat([*before, said], visit.reply_tokens))
 
 
 def regenerated(visit: Visit) -> Outcome:
-    """Measure a second reply to the last prompt of the visit's conversation `grown`.
-
-    The same messages are sent once more, as when a user asks for another reply.
-    """
+    """Measure a second reply to the last prompt of `grown`."""
     return _one(visit.client.chat(visit.grown().messages[:-1], visit.reply_tokens))
 
 
 def branched(visit: Visit) -> Outcome:
-    """Measure a turn that leaves the visit's `grown` in the middle of its third user message.
-
-    The prompt is that of `grown` up to there, then new text.
-    """
+    """Measure a turn that leaves `grown` in the middle of its third user message."""
     return _branch(visit)
 
 
 def branched_again(visit: Visit) -> Outcome:
-    """Measure a second turn that leaves the visit's `grown` at the same place as `branched`.
-
-    From there on its text differs from that of `grown` and from that of `branched`, which is run
-    first if it was not yet.
-    """
+    """Measure a second turn that leaves `grown` at the same place as `branched`."""
     if not visit.has_branched:
         _branch(visit)
     return _branch(visit)
@@ -300,40 +263,25 @@ def _branch(visit: Visit) -> Outcome:
 
 
 def returned(visit: Visit) -> Outcome:
-    """Measure the next turn of the visit's `grown`, after turns that branched off from it."""
+    """Measure the next turn of `grown`, after turns that branched off from it."""
     return _one(visit.grown().ask(visit.words()))
 
 
 Scenario = Callable[[Visit], Outcome]
 
 SCENARIOS: dict[str, Scenario] = {
-    "cold": cold,
-    "warm": warm,
-    "second": second,
-    "edited": edited,
-    "in_turn": in_turn,
-    "attribution": attribution,
-    "concurrent": concurrent,
-    "concurrent_warm": concurrent_warm,
-    "grown": grown,
-    "last_edited": last_edited,
-    "regenerated": regenerated,
-    "branched": branched,
-    "branched_again": branched_again,
-    "returned": returned,
-}
+    one.__name__: one
+    for one in (
+        cold, warm, second, edited, in_turn, attribution, concurrent, concurrent_warm,
+        grown, last_edited, regenerated, branched, branched_again, returned,
+    )
+}  # fmt: skip
 """Scenarios in the order of a repetition; later ones continue earlier conversations."""
 
 PARTING = ("grown", "last_edited", "regenerated", "branched", "branched_again", "returned")
 """Scenarios on the visit's `grown`, with prompts that diverge from it at different depths."""
 
 AGAIN = (
-    "warm",
-    "edited",
-    "in_turn",
-    "concurrent_warm",
-    "last_edited",
-    "branched_again",
-    "returned",
-)
+    "warm", "edited", "in_turn", "concurrent_warm", "last_edited", "branched_again", "returned",
+)  # fmt: skip
 """Scenarios that continue or vary existing conversations, so that a visit can repeat them."""

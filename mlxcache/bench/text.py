@@ -19,10 +19,9 @@ WORDS = [
 
 
 class Filler:
-    """Generator of text with an exact number of tokens of a model.
+    """Generator of text with an exact number of tokens of the model in `folder`.
 
-    Tokens are counted with `tokenizer.json` in the model's `folder`. Raises OSError or ValueError
-    if that file is missing or cannot be parsed.
+    Raises OSError or ValueError if its tokenizer.json is missing or cannot be parsed.
     """
 
     def __init__(self, folder: Path):

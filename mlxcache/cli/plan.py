@@ -132,9 +132,8 @@ def plan(
             raise ConfigError("--model is missing: name the model to plan for")
         if trace is not None and context is not None:
             raise ConfigError("--context and --trace exclude each other: a trace has its lengths")
-        from mlxcache.plan.measured import speed_of  # noqa: PLC0415 - numpy and MLX take a while
-        from mlxcache.plan.plan import make_plan  # noqa: PLC0415
-        from mlxcache.plan.simulate import Speed  # noqa: PLC0415
+        from mlxcache.plan.plan import make_plan  # noqa: PLC0415 - numpy and MLX take a while
+        from mlxcache.plan.simulate import Speed, speed_of  # noqa: PLC0415
         from mlxcache.plan.trace import read_trace  # noqa: PLC0415
 
         given = read_trace(trace, block_tokens) if trace is not None else None
@@ -166,7 +165,7 @@ def plan(
                 progress=step,
             )
         if plot is not None:
-            from mlxcache.plan.chart import draw  # noqa: PLC0415
+            from mlxcache.plan.plan import draw  # noqa: PLC0415
 
             _write(plot, draw(found))
     if as_json:
@@ -212,7 +211,7 @@ def _examine(settings: Settings, context: int | None) -> Examined:
 
 
 def _synthetic(users: int, context: int | None, examined: Examined) -> Trace:
-    from mlxcache.plan.synthetic import CONTEXT, synthetic_trace  # noqa: PLC0415
+    from mlxcache.plan.trace import CONTEXT, synthetic_trace  # noqa: PLC0415
 
     return synthetic_trace(users, context or min(CONTEXT, examined.info.context_length))
 

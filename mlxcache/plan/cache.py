@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mlxcache.cache.capacity import pending_bytes, pool_bytes, transient_bytes
 from mlxcache.cache.checkpoints import stops
@@ -11,8 +11,8 @@ from mlxcache.cache.kv_cache import KVCache, Lease
 from mlxcache.cache.main_conversation import CacheHints
 from mlxcache.cache.restore import MIN_UNKNOWN
 from mlxcache.model.kv import Layout
+from mlxcache.model.lineage import Lineage
 from mlxcache.plan.disk import UNLIMITED, CountedDisk
-from mlxcache.plan.lineage import CountedLineage
 from mlxcache.plan.trace import Request
 from mlxcache.tree.budget import Budget
 from mlxcache.tree.eviction import Worth
@@ -20,6 +20,21 @@ from mlxcache.types import Tokens
 
 GENERATION_TOKENS = 4
 """Tokens assumed for the generation prompt, before which a prefill takes a checkpoint."""
+
+
+class CountedLineage(Lineage):
+    """A lineage without arrays, which has the length and the bytes that a real one would have."""
+
+    __slots__ = ()
+
+    def __init__(self, layout: Layout, copy_bytes: int = 0):
+        bare = replace(layout, make=list, linear=(), specs=(), windows=(), checkpointed=())
+        super().__init__(replace(bare, stateful=False), copy_bytes)
+        self.caches = [None]  # a lineage without caches has been released
+
+    @property
+    def state_bytes(self) -> int:
+        return self.layout.checkpoint_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +54,8 @@ class Memory:
     def set_aside(self, layout: Layout) -> Mapping[str, int]:
         """Return the bytes of `ram` that conversations cannot have, by kind.
 
-        These are the bytes of `reserved` or, if that is None, an estimate. Its kinds: "pool", what
-        MLX keeps for new arrays; "transient", temporary arrays of a pass; "pending", copies that
-        wait to be written to disk.
+        "pool" is what MLX keeps for new arrays, "transient" temporary arrays of a pass, and
+        "pending" copies that wait to be written to disk.
         """
         if self.reserved is not None:
             return self.reserved
@@ -56,11 +70,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Reuse:
-    """Tokens of one prompt by where their KV comes from.
-
-    `prompt`: tokens of the prompt. `cached`: how many of them are reused. `disk` and `remote`: how
-    many of these are read from disk and from the remote.
-    """
+    """Tokens of one prompt: reused ones, and those of them read from disk and the remote."""
 
     prompt: int
     cached: int
@@ -69,12 +79,10 @@ class Reuse:
 
     @property
     def restored(self) -> int:
-        """Tokens read from disk or from the remote."""
         return self.disk + self.remote
 
     @property
     def fed(self) -> int:
-        """Prompt tokens that the model computes: all except the reused ones."""
         return self.prompt - self.cached
 
 
@@ -92,9 +100,8 @@ class PlannedCache:
     """The simulated cache of one server: a `KVCache` without arrays, and a disk without files.
 
     `now()` returns the simulated time in seconds. `growth`: a token after k cached ones takes 1 +
-    `growth` * k times as long as the first; eviction weighs that. `fits`: true if `memory.ram` is
-    enough for the bytes that a server sets aside of it. `disk`, `remote`: the simulated tiers, or
-    None for a tier that `memory` does not have.
+    `growth` * k times as long as the first; eviction weighs that. `disk`, `remote`: the simulated
+    tiers, or None for a tier that `memory` does not have.
     """
 
     def __init__(
@@ -102,19 +109,19 @@ class PlannedCache:
     ):
         budget = Budget(memory.ram)
         reserved = memory.set_aside(layout)
-        self.fits = all(budget.reserve(kind, size) for kind, size in reserved.items())
+        for kind, size in reserved.items():
+            budget.reserve(kind, size)
         worth = Worth(layout.bytes_per_token, layout.checkpoint_bytes, growth)
         self.kv = KVCache.open(layout, budget, worth=worth, lineage=CountedLineage)
         pending = reserved.get("pending", 0)
         self.disk = CountedDisk(layout, memory.disk, pending, now) if memory.disk else None
         self.remote = CountedDisk(layout, UNLIMITED, UNLIMITED, now) if memory.remote else None
+        self._tiers = [tier for tier in (self.disk, self.remote) if tier is not None]
         self._layout = layout
 
     def close(self) -> None:
-        """Close the indexes of the simulated disk and remote."""
-        for tier in (self.disk, self.remote):
-            if tier is not None:
-                tier.close()
+        for tier in self._tiers:
+            tier.close()
 
     def start(self, request: Request) -> Running | None:
         """Begin a request: reserve memory, restore what disk and remote have, commit the prompt.
@@ -184,13 +191,9 @@ class PlannedCache:
             self.kv.commit(lease, prompt, checkpoint=end != len(prompt))
 
     def end(self, running: Running) -> None:
-        """End a request: commit its reply, write its KV to disk and remote, release its memory.
-
-        All tiers are simulated. The last token of a reply is never fed to the model, so it has no
-        KV.
-        """
+        """End a request: commit its reply, write its KV to disk and remote, release its memory."""
         lease = running.lease
-        length = max(lease.length, len(running.ids) - 1)
+        length = max(lease.length, len(running.ids) - 1)  # a reply's last token is never fed
         if not self.kv.extend(lease, length):
             length = min(length, lease.lineage.capacity)
         lease.lineage.append((), length - lease.length)
@@ -198,7 +201,6 @@ class PlannedCache:
         if lease.node is not None:
             ids = running.ids[: lease.length]
             held = [node.end for node in lease.node.path() if node.checkpoint is not None]
-            for tier in (self.disk, self.remote):
-                if tier is not None:
-                    tier.write(ids, running.reuse.cached, held)
+            for tier in self._tiers:
+                tier.write(ids, running.reuse.cached, held)
         self.kv.release(lease)

@@ -32,34 +32,25 @@ _BEING_WRITTEN = "plan"
 
 
 class CountedFolder(Folder):
-    """A simulated store folder, which holds no files.
-
-    `other_bytes()` returns the bytes of everything in it except the files of KV and the index's
-    write-ahead log.
-    """
+    """A store folder without files; `other_bytes()` are those of its index and its folders."""
 
     def __init__(self, other_bytes: Callable[[], int]):
         super().__init__(Path("/nonexistent/mlxcache-plan"))
         self._other_bytes = other_bytes
 
     def overhead(self) -> int:
-        """Return the bytes of everything in the folder except files of runs and checkpoints."""
         return self._other_bytes() + self.log_bytes()
 
     def log_bytes(self) -> int:
-        """Return the bytes assumed for the index's write-ahead log, a constant."""
         return WAL_PAGES * _PAGE_BYTES
 
     def quarantined(self) -> list[tuple[Path, int]]:
-        """Return an empty list: no file of a simulated folder is damaged and quarantined."""
         return []
 
     def free(self) -> int:
-        """Return the free bytes of the simulated disk: more than any limit."""
         return UNLIMITED
 
     def block_size(self) -> int:
-        """Return the allocation unit of the simulated file system, in bytes."""
         return _BLOCK_BYTES
 
 
@@ -67,8 +58,7 @@ class CountedDisk:
     """The simulated disk tier for KV of one layout, in a folder that may take `limit` bytes.
 
     `now()` returns the simulated time in seconds. `pending`: bytes of copies that may wait to be
-    written, which limit the length of a run. `written`: bytes written so far. `evicted`: number
-    of files evicted so far.
+    written, which limit the length of a run. `written`: bytes; `evicted`: files.
     """
 
     def __init__(self, layout: Layout, limit: int, pending: int, now: Callable[[], float]):
@@ -88,13 +78,7 @@ class CountedDisk:
         self._space = Space(CountedFolder(self._other_bytes), limit, 0)
 
     def close(self) -> None:
-        """Close the index."""
         self._index.close()
-
-    @property
-    def used(self) -> int:
-        """Bytes that the files would take, and those of the index."""
-        return self._space.used(self._index)
 
     # -- reading -----------------------------------------------------------------------------------
 
@@ -102,7 +86,7 @@ class CountedDisk:
         """Return how many leading tokens of `ids` a server would restore, and how many are on disk.
 
         `known`: leading tokens that are in RAM. The first result is 0 if restoring would gain too
-        few tokens beyond `known`. Both leave out the last token, which is always computed. Sets the
+        few tokens beyond them. Both leave out the last token, which is always computed. Sets the
         time of last use of the files found.
         """
         match = self._find(ids)
@@ -129,8 +113,7 @@ class CountedDisk:
         """Record files for the tokens of the path `ids` that are not on disk yet.
 
         `checkpoints`: positions of the path's checkpoints. `reused`: leading tokens that the
-        request reused; each file that has some of them gets one more reuse. If the disk is full,
-        the rest is not recorded, and no error is raised.
+        request reused. If the disk is full, the rest is not recorded.
         """
         match = self._find(ids)
         counted = [row.id for row, start, _ in match.cover if start < reused]
@@ -150,8 +133,8 @@ class CountedDisk:
     def _write_runs(self, ids: Tokens, match: Match) -> Match:
         """Record the runs of `ids` that are missing on disk.
 
-        `match`: the part of `ids` on disk before. Returns the part on disk afterwards, or, for a
-        layout without opaque slots, `match` itself. Raises DiskFull if a run does not fit.
+        `match`: the part of `ids` on disk before. Returns the part on disk afterwards, which only a
+        layout with opaque slots needs. Raises DiskFull if a run does not fit.
         """
         start, gone = match.length // BLOCK * BLOCK, self.evicted
         before = match.run_before(start)
@@ -218,8 +201,7 @@ class CountedDisk:
     def _save(self, row: Row, nbytes: int) -> int:
         """Insert the row of a file of `nbytes` bytes, evicting others if needed; return its id.
 
-        An older row of the same kind and digest is removed. Raises DiskFull, without a new row, if
-        the file does not fit.
+        Raises DiskFull, without a new row, if the file does not fit.
         """
         self._index.execute(
             "DELETE FROM file WHERE kind = ? AND digest = ?", (row.kind, row.digest)
@@ -237,6 +219,5 @@ class CountedDisk:
         return id
 
     def _other_bytes(self) -> int:
-        """Return the bytes of the index and of the folders that files are in."""
         (pages,) = self._index.execute("PRAGMA page_count").fetchone()
         return int(pages) * _PAGE_BYTES + len(self._folders) * _BLOCK_BYTES

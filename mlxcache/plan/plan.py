@@ -1,10 +1,11 @@
-"""A plan: hit rates and times that a machine would reach with the requests of a trace."""
+"""A plan: hit rates and times that a machine would reach with a trace's requests, and a chart."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from statistics import quantiles
+from html import escape
+from math import log
 from typing import Any
 
 from mlxcache.config import format_size
@@ -12,7 +13,7 @@ from mlxcache.errors import ConfigError
 from mlxcache.model.kv import Layout
 from mlxcache.plan.cache import Memory
 from mlxcache.plan.disk import UNLIMITED
-from mlxcache.plan.simulate import Outcome, Simulation, Speed
+from mlxcache.plan.simulate import Outcome, Simulation, Speed, percentiles
 from mlxcache.plan.trace import Trace
 
 NEAR = 0.95
@@ -42,8 +43,7 @@ class Plan:
     `outcome`: result of simulating the machine as it is. `ceiling`: the hit rate of a cache without
     limits. `curve`: hit rates by bytes of RAM, ascending. `enough`: bytes of RAM with which the hit
     rate is at least 95 % (`NEAR`) of the ceiling. `room`: bytes of the machine's RAM for
-    conversations. The other fields are arguments of `make_plan`; `speed` has the trace's growth, if
-    that is known.
+    conversations.
     """
 
     trace: Trace
@@ -58,24 +58,15 @@ class Plan:
     room: int
 
     def first_token_s(self) -> tuple[float, float] | None:
-        """Return the median and the 95th percentile of the seconds to the first token.
-
-        Returns None if the speed of prefill or decoding is unknown, or if no request was served.
-        """
         if not self.speed.times or not self.outcome.served:
             return None
-        times = [one.first_token_s for one in self.outcome.served]
-        if len(times) == 1:
-            return times[0], times[0]
-        cuts = quantiles(times, n=20, method="inclusive")
-        return cuts[9], cuts[18]
+        return percentiles([one.first_token_s for one in self.outcome.served])
 
     def users_per_machine(self) -> float | None:
-        """Return the number of users that keep the MLX thread busy for 80 % of its time.
+        """Return the number of users that keep the MLX thread busy for 80 % of its time, if known.
 
         Each user sends the next request after the pause that the trace has before it. The hit rate
-        is assumed to stay the same for any number of users. Returns None if the speed of prefill or
-        decoding is unknown, if the trace has no pauses, or if no request was served.
+        is assumed to stay the same for any number of users.
         """
         if not self.speed.times or not self.trace.closed:
             return None
@@ -84,21 +75,12 @@ class Plan:
         return FULL * (busy + pauses) / busy if busy else None
 
     def written_per_day(self) -> float | None:
-        """Return the bytes written to disk per day at the load of the trace.
-
-        Returns None if the speed of prefill or decoding is unknown, or if the simulation took no
-        simulated time.
-        """
         if not self.speed.times or not self.outcome.span_s:
             return None
         return self.outcome.written * DAY_S / self.outcome.span_s
 
     def as_object(self) -> dict[str, Any]:
-        """Return the plan as the JSON object that `mlxcache plan --json` prints.
-
-        Some of its keys: `machine`, `tokens`, `hit_rate`, `capacity`. Sizes are in bytes, times in
-        seconds; a value that is not known is None.
-        """
+        """Return the plan as a JSON object: sizes in bytes, times in seconds, None if not known."""
         outcome, first = self.outcome, self.first_token_s()
         served = outcome.served
         return {
@@ -154,10 +136,7 @@ class Plan:
         }
 
     def recorded(self) -> float | None:
-        """Return the hit rate that the recorded server had with the requests of the trace.
-
-        Returns None if the trace does not have the cached tokens of every request.
-        """
+        """Return the hit rate that the recorded server had with the requests, if all are known."""
         requests = self.trace.requests
         if not requests or any(one.cached is None for one in requests):
             return None
@@ -180,11 +159,9 @@ def make_plan(
 ) -> Plan:
     """Simulate the requests of `trace` on a machine, and on others with more and less RAM.
 
-    `users`: number of strands (see `Trace.strands`) that are in progress at once, for traces whose
-    later turns follow earlier ones; None lets each begin at its own time. `at_once`: requests that
-    a server computes at once. `progress(played, total)` is called with the number of requests
-    simulated so far, those of all simulations added up, and with the most that there may be. Blocks
-    for seconds to minutes. Raises ConfigError if the longest prompt does not fit the memory, if the
+    `users`: as for `Simulation.run`. `progress(played, total)` is called with the number of
+    requests simulated so far, in all simulations, and with the most that there may be. Blocks for
+    seconds to minutes. Raises ConfigError if the longest prompt does not fit the memory, if the
     trace is empty, or if KV of this layout cannot be cached.
     """
     runs = STEPS + 4
@@ -222,11 +199,7 @@ def make_plan(
 
 
 def _enough(measured: Callable[[int], float], least: int, most: int, wanted: float) -> int:
-    """Search for the smallest number of bytes of RAM with which the hit rate is at least `wanted`.
-
-    `measured(nbytes)` simulates a server with `nbytes` bytes of RAM and returns its hit rate. The
-    result is approximate, between `least` and `most` bytes; `most` must be enough.
-    """
+    """Search for about the least bytes of RAM, up to `most`, with a hit rate of `wanted`."""
     if measured(least) >= wanted:
         return least
     low, high = least, most
@@ -263,3 +236,87 @@ def _check(trace: Trace, layout: Layout, memory: Memory) -> None:
             f"--ram has room for {format_size(max(0, room))}: raise --ram, or plan a shorter "
             "context or smaller KV (--kv-bits)"
         )
+
+
+# -- the chart -------------------------------------------------------------------------------------
+
+WIDTH, HEIGHT = 760, 420
+LEFT, RIGHT, TOP, BOTTOM = 72, 732, 64, 340
+
+_STYLE = """\
+    .card { fill: #ffffff; stroke: #d0d7de }
+    text { fill: #1f2328 }
+    .soft { fill: #59636e }
+    .grid { stroke: #d0d7de }
+    .ceiling { stroke: #8c959f; stroke-dasharray: 6 4 }
+    .curve { stroke: #2c8a43; fill: none; stroke-width: 2.5 }
+    .point { fill: #2c8a43 }
+    .here { stroke: #0969da; stroke-dasharray: 2 3 }
+    @media (prefers-color-scheme: dark) {
+      .card { fill: #161b22; stroke: #30363d }
+      text { fill: #e6edf3 }
+      .soft { fill: #9da7b3 }
+      .grid { stroke: #30363d }
+      .curve { stroke: #46b463 }
+      .point { fill: #46b463 }
+      .here { stroke: #4493f8 }
+    }"""
+
+
+def draw(plan: Plan) -> str:
+    """Return the chart of a plan, hit rate over bytes of RAM, as the text of an SVG file."""
+    sizes = [max(1, one.nbytes) for one in plan.curve] + [max(1, plan.room), plan.enough]
+    least, most = min(sizes), max(*sizes, min(sizes) + 1)
+
+    def x(nbytes: int) -> float:
+        return LEFT + (RIGHT - LEFT) * log(max(1, nbytes) / least) / log(most / least)
+
+    def y(share: float) -> float:
+        return BOTTOM - (BOTTOM - TOP) * share
+
+    points = " ".join(f"{x(one.nbytes):.1f},{y(one.hit_rate):.1f}" for one in plan.curve)
+    words = "; ".join(f"{format_size(one.nbytes)}: {one.hit_rate:.0%}" for one in plan.curve)
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img"'
+        ' aria-labelledby="title desc" font-family="system-ui, sans-serif" font-size="13">',
+        '  <title id="title">Share of prompt tokens that are reused, by RAM</title>',
+        f'  <desc id="desc">{escape(words)}</desc>',
+        f"  <style>\n{_STYLE}\n  </style>",
+        f'  <rect class="card" x="1" y="1" width="{WIDTH - 2}" height="{HEIGHT - 2}" rx="10"/>',
+        f'  <text x="{LEFT}" y="34" font-size="16" font-weight="600">'
+        "Prompt tokens that are reused, by RAM for conversations</text>",
+    ]
+    for percent in range(0, 101, 25):
+        at = y(percent / 100)
+        lines.append(f'  <line class="grid" x1="{LEFT}" x2="{RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>')
+        lines.append(
+            f'  <text class="soft" x="{LEFT - 10}" y="{at + 4:.1f}" text-anchor="end">'
+            f"{percent}%</text>"
+        )
+    at = y(plan.ceiling)
+    lines += [
+        f'  <line class="ceiling" x1="{LEFT}" x2="{RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>',
+        f'  <text class="soft" x="{RIGHT}" y="{at - 6:.1f}" text-anchor="end">'
+        f"ceiling {plan.ceiling:.1%}</text>",
+        f'  <polyline class="curve" points="{points}"/>',
+    ]
+    lines += [
+        f'  <circle class="point" cx="{x(one.nbytes):.1f}" cy="{y(one.hit_rate):.1f}" r="3.5"/>'
+        for one in plan.curve
+    ]
+    for row, (nbytes, name) in enumerate(
+        ((plan.room, "this machine"), (plan.enough, f"{NEAR:.0%} of the ceiling"))
+    ):
+        here, words_y = x(nbytes), BOTTOM + 22 + 20 * row
+        side = "end" if here > (LEFT + RIGHT) / 2 else "start"
+        lines += [
+            f'  <line class="here" x1="{here:.1f}" x2="{here:.1f}" y1="{TOP}"'
+            f' y2="{words_y - 12}"/>',
+            f'  <text x="{here:.1f}" y="{words_y}" text-anchor="{side}">'
+            f"{name}: {format_size(nbytes)}</text>",
+        ]
+    lines.append(
+        f'  <text class="soft" x="{LEFT}" y="{HEIGHT - 16}">RAM alone, without a disk; '
+        "a logarithmic scale</text>"
+    )
+    return "\n".join([*lines, "</svg>\n"])

@@ -8,9 +8,13 @@ rate of one. Real batches are faster on most machines, so a plan rather overesti
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
+from statistics import quantiles
+from typing import Any
+
+import numpy as np
 
 from mlxcache.model.kv import Layout
 from mlxcache.plan.cache import Memory, PlannedCache, Reuse, Running
@@ -18,6 +22,9 @@ from mlxcache.plan.trace import Request, Trace
 
 PAUSE_S = 5.0
 """Seconds between the sessions that one user of a trace has one after another."""
+
+LEAST_FED = 128
+"""Fewest prompt tokens fed by a request whose prefill counts; shorter ones show fixed costs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,24 +44,18 @@ class Speed:
     growth: float = 0.0
 
     def prefill_s(self, start: int, stop: int) -> float:
-        """Return the seconds for feeding the prompt tokens from `start` to `stop`."""
         if self.prefill is None:
             return 0.0
         middle = (start + stop) / 2
         return (stop - start) * (1 + self.growth * middle) / self.prefill
 
     def restore_s(self, reuse: Reuse, bytes_per_token: int) -> float:
-        """Return the seconds for reading what a request restores from disk and remote.
-
-        `bytes_per_token`: bytes of KV per token.
-        """
         seconds = 0.0
         for tokens, rate in ((reuse.disk, self.disk), (reuse.remote, self.remote)):
             seconds += tokens * bytes_per_token / rate if rate else 0.0
         return seconds
 
     def decode_s(self, tokens: int) -> float:
-        """Return the seconds for decoding `tokens` tokens while nothing else runs."""
         return tokens / self.decode if self.decode else 0.0
 
     def with_given(self, **given: float | None) -> Speed:
@@ -67,11 +68,62 @@ class Speed:
         return self.prefill is not None and self.decode is not None
 
 
+def speed_of(records: Iterable[Mapping[str, Any]], bytes_per_token: int) -> Speed:
+    """Compute speeds from records of requests, as `GET /v1/requests` returns them.
+
+    Only requests with the status "done" or "cancelled" count. A speed that no record shows is None;
+    that of the remote always is. Prefill is fitted by least squares: the seconds per token rise
+    linearly with the position.
+    """
+    ended = [one for one in records if one.get("status") in ("done", "cancelled")]
+    prefill, growth = _prefill(ended)
+    steps = seconds = restored = reading = 0.0
+    for one in ended:
+        timing = one.get("timing") or {}
+        if timing.get("decode_s") and one["generated_tokens"] > 1:
+            steps += one["generated_tokens"] - 1
+            seconds += timing["decode_s"]
+        if timing.get("restore_s") and one["restored_tokens"]:
+            restored += one["restored_tokens"]
+            reading += timing["restore_s"]
+    return Speed(
+        prefill=prefill,
+        growth=growth,
+        decode=steps / seconds if seconds else None,
+        disk=restored * bytes_per_token / reading if reading else None,
+    )
+
+
+def _prefill(records: Iterable[Mapping[str, Any]]) -> tuple[float | None, float]:
+    rows, times = [], []
+    for one in records:
+        fed, seconds = one["fed_tokens"], (one.get("timing") or {}).get("prefill_s")
+        if seconds and fed >= LEAST_FED:
+            rows.append((fed, fed * (one["prompt_tokens"] - fed / 2)))
+            times.append(seconds)
+    if not times:
+        return None, 0.0
+    matrix = np.array(rows, float)
+    average = float(matrix[:, 0].sum() / sum(times))
+    if len(times) < 3:
+        return average, 0.0
+    (base, slope), *_ = np.linalg.lstsq(matrix, np.array(times), rcond=None)
+    if base <= 0 or slope < 0:
+        return average, 0.0
+    return 1 / float(base), float(slope / base)
+
+
+def percentiles(times: Sequence[float]) -> tuple[float, float]:
+    if len(times) == 1:
+        return times[0], times[0]
+    cuts = quantiles(times, n=20, method="inclusive")
+    return cuts[9], cuts[18]
+
+
 @dataclass(frozen=True, slots=True)
 class Served:
-    """One request that was served in a simulation.
+    """One request that was served, which arrived `at` seconds after the simulation began.
 
-    `at`: when it arrived, in seconds since the simulation began. `generated`: tokens of its reply.
     `first_token_s`: seconds from its arrival to its first token. `busy_s`: seconds that it took of
     the MLX thread.
     """
@@ -88,9 +140,9 @@ class Outcome:
     """Result of one simulation.
 
     `served`: what was measured for each served request, in the order in which they started.
-    `order`: the trace's request for each item of `served`. `refused`: number of requests whose
-    prompt could not fit. `span_s`: seconds from the first arrival to the last end. `written`: bytes
-    written to disk.
+    `order`: the trace's request for each of them. `refused`: number of requests whose prompt could
+    not fit. `span_s`: seconds from the first arrival to the last end. `written`: bytes written to
+    disk.
     """
 
     served: Sequence[Served]
@@ -101,24 +153,17 @@ class Outcome:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of the prompts of all served requests."""
         return sum(one.reuse.prompt for one in self.served)
 
     def share(self, tokens: Callable[[Reuse], int]) -> float:
-        """Return the sum of `tokens(reuse)` over the served requests, divided by `prompt_tokens`.
-
-        `reuse`: that of each request. Returns 0 if no request was served.
-        """
         return sum(tokens(one.reuse) for one in self.served) / max(1, self.prompt_tokens)
 
     @property
     def hit_rate(self) -> float:
-        """Share of the served requests' prompt tokens that were reused."""
         return self.share(lambda reuse: reuse.cached)
 
     @property
     def busy(self) -> float:
-        """Share of the time `span_s` in which the MLX thread was busy; 0 if that time is 0."""
         return sum(one.busy_s for one in self.served) / self.span_s if self.span_s else 0.0
 
 
@@ -126,8 +171,7 @@ class _Arrivals:
     """Queue of requests by their time of arrival.
 
     In traces whose later turns follow earlier ones, the end of a request sets the time of the next.
-    `users`: number of strands (see `Trace.strands`) that are in progress at once in such a trace;
-    None lets each strand begin at the time of its first request.
+    `users`: as for `Simulation.run`.
     """
 
     def __init__(self, trace: Trace, users: int | None):
@@ -154,23 +198,15 @@ class _Arrivals:
 
     @property
     def next_at(self) -> float:
-        """Time of the next arrival; infinite if there is none."""
         return self._heap[0][0] if self._heap else float("inf")
 
     def take(self) -> tuple[float, Iterator[Request], Request]:
-        """Remove the next request; return its time, the later turns of its strand, and itself.
-
-        Fails if no request is queued: `next_at` is infinite then.
-        """
+        """Remove the next request; return its time, the later turns of its strand, and itself."""
         at, _, rest, one = heapq.heappop(self._heap)
         return at, rest, one
 
     def ended(self, at: float, rest: Iterator[Request]) -> None:
-        """Queue the request that follows one that ended, if there is any.
-
-        That is the next turn of its strand or, after the last turn, the first one of a strand that
-        has not begun. `at`: time of the end. `rest`: the later turns of the strand.
-        """
+        """Queue the request that follows one that ended: the next turn, or a new strand's first."""
         following = next(rest, None)
         if following is not None:
             self._push(at + (following.delay or 0.0), rest, following)
@@ -180,9 +216,9 @@ class _Arrivals:
 
 @dataclass(slots=True, eq=False)
 class _Reply:
-    """A reply in progress, with its request `running`.
+    """A reply in progress, which needs `left_s` seconds if it is decoded alone.
 
-    `left_s`: seconds that it still needs if it is decoded alone. `rest`: later turns of its strand.
+    `rest`: later turns of its strand.
     """
 
     left_s: float
@@ -190,17 +226,15 @@ class _Reply:
     rest: Iterator[Request]
 
     def advance(self, seconds: float) -> None:
-        """Subtract `seconds` from the time that the reply still needs."""
         self.left_s = max(0.0, self.left_s - seconds)
 
 
 class Simulation:
-    """Simulation of one server.
+    """Simulation of one server with at most `at_once` requests in progress.
 
-    `at_once`: most requests in progress at the same time. `on_request(n)` is called after each
-    prompt, computed or refused, with the number of requests so far. Unless the speeds of prefill
-    and decoding are known, a reply takes as long as its request took on the recorded server, or no
-    time if the trace does not tell.
+    `on_request(n)` is called after each prompt, computed or refused, with the number of requests so
+    far. Unless the speeds of prefill and decoding are known, a reply takes as long as its request
+    took on the recorded server, or no time if the trace does not tell.
     """
 
     def __init__(
@@ -225,7 +259,6 @@ class Simulation:
 
     @property
     def high_water(self) -> int:
-        """Most bytes of RAM that were in use at once."""
         return self._cache.kv.budget.high_water
 
     def run(self, trace: Trace, users: int | None = None) -> Outcome:
@@ -256,11 +289,10 @@ class Simulation:
     def _start(
         self, at: float, rest: Iterator[Request], request: Request, arrivals: _Arrivals
     ) -> None:
-        """Compute one prompt, and begin its reply.
+        """Compute one prompt and begin its reply, or count it as refused if it can never fit.
 
-        If the prompt can never fit in memory, counts the request as refused instead. `at`: when the
-        request arrived. `rest`: the later turns of its strand. `arrivals`: the queue that gets the
-        next turn after each reply that ends in the meantime.
+        `rest`: the later turns of its strand. `arrivals` gets the next turn after each reply that
+        ends in the meantime.
         """
         running = self._cache.start(request)
         while running is None and self._replies:
@@ -284,8 +316,7 @@ class Simulation:
     def _feed(self, seconds: float, arrivals: _Arrivals) -> None:
         """Advance the time until the MLX thread has spent `seconds` on one prompt.
 
-        While replies are decoded, the prompt gets half of the thread's time. `arrivals`: the queue
-        that gets the next turn after each reply that ends in the meantime.
+        While replies are decoded, the prompt gets half of the thread's time.
         """
         while self._replies and seconds > 0:
             step = min(2 * seconds, self._until_end(share=0.5))
@@ -298,34 +329,23 @@ class Simulation:
     def _each(self, share: float) -> float:
         """Return the speed of each reply in progress, as a share of the speed that it has alone.
 
-        `share`: share of the MLX thread's time that all replies together get. Returns 1 if the
-        speeds of prefill and decoding are not known.
+        `share`: share of the MLX thread's time that all replies together get.
         """
         return share / len(self._replies) if self._speed.times else 1.0
 
     def _until_end(self, share: float = 1.0) -> float:
-        """Return the seconds until the next end of a reply. At least one must be in progress.
-
-        `share`: share of the MLX thread's time that all replies together get.
-        """
+        """Return the seconds until the next end of a reply. At least one must be in progress."""
         return min(one.left_s for one in self._replies) / self._each(share)
 
     def _pass(self, seconds: float, share: float = 1.0) -> None:
-        """Advance the time by `seconds`, in which the replies in progress are decoded.
-
-        `share`: share of the MLX thread's time that all replies together get.
-        """
+        """Advance the time by `seconds`, in which the replies in progress are decoded."""
         self._now += seconds
         if self._replies:
-            each = seconds * self._each(share)
+            done = seconds * self._each(share)
             for one in self._replies:
-                one.advance(each)
+                one.advance(done)
 
     def _end_one(self, arrivals: _Arrivals) -> None:
-        """Advance the time to the end of the reply that ends next, and end its request.
-
-        The request that follows it, if there is any, is added to `arrivals`.
-        """
         first = min(self._replies, key=lambda one: one.left_s)
         self._pass(self._until_end())
         self._replies.remove(first)

@@ -1,4 +1,6 @@
-"""Traces: token counts and shared prefixes of requests, without any text. Reads three formats.
+"""Traces: token counts and shared prefixes of requests, without any text.
+
+Reads three formats, and makes traces of synthetic agents.
 
 - That of `mlxcache trace`: a first line that names it, then one line for each request.
 - That of AIPerf's generator of agents: lines of later turns hold only the blocks that are new, and
@@ -11,6 +13,7 @@ follow the reply of the turn before.
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +27,6 @@ from mlxcache.types import Tokens, token_ids
 
 Ints = npt.NDArray[np.int32]
 Form = Literal["mlxcache", "agentic", "mooncake", "synthetic"]
-"""Where a trace comes from: the three forms of files, and `plan` itself."""
 
 BLOCK_SIZES = (512, 16, 32, 64, 128, 256, 1024)
 """Tokens per block that are tried for a file which does not state them, the usual one first."""
@@ -32,14 +34,10 @@ BLOCK_SIZES = (512, 16, 32, 64, 128, 256, 1024)
 VERSION = 1
 
 MAX_TOKENS = 1 << 27
-"""Most tokens of one request; a line with more is refused with TraceError."""
 
 
 class TraceError(MlxcacheError):
-    """Error raised if a trace cannot be read.
-
-    The message names the file and, if one line is wrong, the number of the line.
-    """
+    """Error raised if a trace cannot be read; names the file, and the line that is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +71,10 @@ class Request:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
         return int(self.lengths[: self.prompt_parts].sum())
 
     @property
     def reply_tokens(self) -> int:
-        """Tokens of the reply."""
         return int(self.lengths[self.prompt_parts :].sum())
 
     def tokens(self) -> Tokens:
@@ -97,8 +93,8 @@ class Trace:
     """Requests, and where they come from.
 
     `requests`: in the order of their times if `form` is "mlxcache"; those of other files in the
-    order of the lines. `block_tokens`: tokens of a whole block. `growth`: as measured on the
-    recorded server, for its eviction; 0 if unknown. See `plan.simulate.Speed`.
+    order of the lines. `growth`: as measured on the recorded server, for its eviction; 0 if
+    unknown. See `plan.simulate.Speed`.
     """
 
     requests: tuple[Request, ...]
@@ -112,23 +108,16 @@ class Trace:
         return any(one.delay is not None for one in self.requests)
 
     def scaled(self, factor: float) -> Trace:
-        """Return the trace with all lengths multiplied by `factor`, each part at least 1 token.
-
-        Requests share the same parts as before. What the recorded server reused is left out.
-        """
+        """Return the trace with all lengths multiplied by `factor`, each part at least 1 token."""
         if factor == 1.0:
             return self
         return replace(self, requests=tuple(_scaled(one, factor) for one in self.requests))
 
     def first(self, count: int) -> Trace:
-        """Return the trace with its first `count` requests only."""
         return replace(self, requests=self.requests[:count])
 
     def strands(self) -> list[list[Request]]:
-        """Return lists of requests that follow one another, such as the turns of a session.
-
-        A request without a session is a list of its own.
-        """
+        """Return lists of requests that follow one another, such as the turns of a session."""
         found: dict[object, list[Request]] = {}
         for number, one in enumerate(self.requests):
             name = one.strand or one.session
@@ -159,37 +148,29 @@ class Ids:
 
     def __init__(self) -> None:
         self._known: dict[object, int] = {}
-        self._count = 0
 
     def of(self, name: object) -> int:
-        """Return the number of the part called `name`, a new number if the name is new."""
-        found = self._known.get(name)
-        if found is None:
-            found = self._known[name] = self.new()
-        return found
+        return self._known.setdefault(name, len(self._known) + 1)
 
     def new(self) -> int:
-        """Return a number that no other part has."""
-        self._count += 1
-        return self._count
+        return self.of(object())
 
 
-def path_of(parts: Iterable[tuple[int, int]]) -> tuple[Ints, Ints]:
-    """Return the ids and the lengths of parts, as int32 arrays, without empty parts.
+Part = tuple[int, int]
 
-    `parts`: pairs of an id and a number of tokens.
-    """
+
+def path_of(parts: Iterable[Part]) -> tuple[Ints, Ints]:
+    """Return the ids and the lengths of parts, as int32 arrays, without empty parts."""
     kept = [part for part in parts if part[1]]
     both = np.array(kept, np.int32).reshape(len(kept), 2)
     return both[:, 0].copy(), both[:, 1].copy()
 
 
 def read_trace(path: Path, block_tokens: int | None = None) -> Trace:
-    """Read a trace in any of the three formats of this module.
+    """Read a trace in any of the three formats of this module. Raises TraceError.
 
     `block_tokens`: tokens per block, which the formats of AIPerf and Mooncake do not state; by
-    default the first of `BLOCK_SIZES` that fits all lines. Raises TraceError if the file cannot be
-    read or a line is wrong.
+    default the first of `BLOCK_SIZES` that fits all lines.
     """
     try:
         with path.open(encoding="utf-8") as file:
@@ -227,74 +208,53 @@ def _object(path: Path, number: int, text: str) -> Mapping[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """One line of the file `path`: its number from 1 on, and the fields of its JSON object."""
+    """One line of a file. Its methods return a field, or raise TraceError for a wrong value."""
 
     path: Path
     number: int
     fields: Mapping[str, Any]
 
     def error(self, what: str) -> TraceError:
-        """Return an error with the message `what`, after the names of file and line."""
         return TraceError(f"{self.path}, line {self.number}: {what}.")
 
     def count(self, name: str, *, least: int = 0, default: int | None = None) -> int:
-        """Return the field `name`, a whole number from `least` to `MAX_TOKENS`.
-
-        `default`: the result if the field is missing; None makes it required. Raises TraceError for
-        any other value.
-        """
+        """Return a whole number from `least` to `MAX_TOKENS`; None as default makes it required."""
         value = self.fields.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        if type(value) is not int or value < least:
             raise self.error(f"{name} is {value!r}: expected a whole number of {least} or more")
         if value > MAX_TOKENS:
             raise self.error(f"{name} is {value}: expected at most {MAX_TOKENS}")
         return value
 
-    def seconds(self, name: str, scale: float = 1.0) -> float:
-        """Return the field `name`, a time of 0 or more, divided by `scale` to give seconds.
-
-        Raises TraceError if the field is missing or has another value.
-        """
-        value = self.fields.get(name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e15:
+    def seconds(self, name: str, scale: float = 1.0, default: float | None = None) -> float:
+        """Return a time of 0 or more, divided by `scale` to give seconds."""
+        value = self.fields.get(name, default)
+        if type(value) not in (int, float) or not 0 <= value < 1e15:
             raise self.error(f"{name} is {value!r}: expected a time of 0 or more")
-        return value / scale
+        return float(value / scale)
 
     def label(self, name: str) -> str | None:
-        """Return the text of the field `name`, or None if the field is missing or null.
-
-        Raises TraceError if it is not a text.
-        """
         value = self.fields.get(name)
         if value is not None and not isinstance(value, str):
             raise self.error(f"{name} is {value!r}: expected a text")
         return value
 
     def list(self, name: str) -> Sequence[Any]:
-        """Return the list in the field `name`. Raises TraceError if it is missing or no list."""
         value = self.fields.get(name)
         if not isinstance(value, list):
             raise self.error(f"{name} must be a list")
         return value
 
     def hashes(self) -> Sequence[int | str]:
-        """Return the block hashes of a line of AIPerf's or Mooncake's format.
-
-        Raises TraceError if they are missing, or not a list of whole numbers and texts.
-        """
         found = self.list("hash_ids")
         for one in found:
-            if isinstance(one, bool) or not isinstance(one, int | str):
+            if type(one) not in (int, str):
                 raise self.error(f"hash_ids holds {one!r}: expected numbers or texts")
         return found
 
 
 def _block_size(rows: Sequence[_Line], asked: int | None) -> int:
-    """Return the tokens per block with which the lengths and hashes of all lines agree.
-
-    `asked`: the number that the user gave, or None to try `BLOCK_SIZES`. Raises TraceError if no
-    number agrees with all lines.
-    """
+    """Return the tokens per block, `asked` or one of `BLOCK_SIZES`, that agree with all lines."""
     wrong = rows[0]
     for size in BLOCK_SIZES if asked is None else (asked,):
         for row in rows:
@@ -312,7 +272,7 @@ def _block_size(rows: Sequence[_Line], asked: int | None) -> int:
     )
 
 
-def _blocks(row: _Line, size: int, ids: Ids) -> list[tuple[int, int]]:
+def _blocks(row: _Line, size: int, ids: Ids) -> list[Part]:
     tokens, hashes = row.count("input_length", least=1), row.hashes()
     lengths = [size] * (len(hashes) - 1) + [tokens - size * (len(hashes) - 1)]
     return [(ids.of(one), length) for one, length in zip(hashes, lengths, strict=True)]
@@ -328,12 +288,9 @@ def _mooncake(rows: Iterable[_Line], size: int) -> Iterator[Request]:
 
 
 def _agentic(rows: Iterable[_Line], size: int) -> Iterator[Request]:
-    """Yield the requests of AIPerf's format, whose lines have only the blocks that a turn adds.
-
-    `size`: tokens per block. Raises TraceError for a wrong line.
-    """
+    """Yield the requests of AIPerf's format, whose lines have only the blocks that a turn adds."""
     ids = Ids()
-    paths: dict[str, list[tuple[int, int]]] = {}
+    paths: dict[str, list[Part]] = {}
     keys: dict[str, int] = {}
     for row in rows:
         session = row.label("session_id")
@@ -346,17 +303,17 @@ def _agentic(rows: Iterable[_Line], size: int) -> Iterator[Request]:
         first = before is None
         keys.setdefault(session, row.count("input_length"))
         yield Request(
-            row.seconds("timestamp", 1e3) if first and "timestamp" in row.fields else 0.0,
+            row.seconds("timestamp", 1e3, 0.0) if first else 0.0,
             session,
             *path_of(paths[session]),
             len(parts),
-            delay=None if first else row.seconds("delay", 1e3) if "delay" in row.fields else 0.0,
+            delay=None if first else row.seconds("delay", 1e3, 0.0),
             key=keys[session],
         )
 
 
 class _Recorded:
-    """Reader of the format that `mlxcache trace` writes. `first`: its first line.
+    """Reader of the format that `mlxcache trace` writes.
 
     A block may be divided where a prompt or a reply ended. A part is named after all tokens up to
     its end, so a division that one line has is applied to the same block in all lines.
@@ -369,17 +326,13 @@ class _Recorded:
                 f"version {version} of the format is newer than {VERSION}: use a newer mlxcache"
             )
         self._size = first.count("block_tokens", least=1)
-        self._growth = first.seconds("prefill_growth") if "prefill_growth" in first.fields else 0.0
+        self._growth = first.seconds("prefill_growth", default=0.0)
         self._ids = Ids()
-        self._last: dict[str | None, list[tuple[int, int]]] = {}
+        self._last: dict[str | None, list[Part]] = {}
         self._cuts: dict[int, dict[int, int]] = {}
         self._ends: dict[str | None, list[float]] = {}
 
     def read(self, rows: Iterable[_Line]) -> Trace:
-        """Return the trace, with its requests in the order of their times.
-
-        `rows`: the lines after the first. Raises TraceError for a wrong line.
-        """
         made = sorted((self._request(row) for row in rows), key=lambda one: one.time)
         cut = (replace_path(one, self._cut(one.ids, one.lengths)) for one in made)
         return Trace(tuple(map(self._placed, cut)), "mlxcache", self._size, self._growth)
@@ -416,10 +369,10 @@ class _Recorded:
             head=head,
             cached=row.count("cached_tokens") if "cached_tokens" in row.fields else None,
             restored=row.count("restored_tokens", default=0),
-            took=row.seconds("seconds") if "seconds" in row.fields else 0.0,
+            took=row.seconds("seconds", default=0.0),
         )
 
-    def _part(self, row: _Line, one: Any) -> tuple[int, int]:
+    def _part(self, row: _Line, one: Any) -> Part:
         name, tokens = one if isinstance(one, list) and len(one) == 2 else (one, self._size)
         whole = isinstance(tokens, int) and 0 < tokens <= self._size
         if not isinstance(name, str) or not whole:
@@ -429,8 +382,8 @@ class _Recorded:
             )
         return self._ids.of(name), tokens
 
-    def _note_cuts(self, parts: Iterable[tuple[int, int]]) -> None:
-        within: list[tuple[int, int]] = []
+    def _note_cuts(self, parts: Iterable[Part]) -> None:
+        within: list[Part] = []
         at = 0
         for id, tokens in parts:
             if within:
@@ -438,11 +391,8 @@ class _Recorded:
             at = (at + tokens) % self._size
             within = [*within, (at, id)] if at else []
 
-    def _cut(self, ids: Ints, lengths: Ints) -> Iterator[tuple[int, int]]:
-        """Yield the parts of a path as (id, tokens), divided wherever any line of the file does so.
-
-        `ids`, `lengths`: id and number of tokens of each part in the path's own line, shape (n,).
-        """
+    def _cut(self, ids: Ints, lengths: Ints) -> Iterator[Part]:
+        """Yield the parts of a path, divided wherever any line of the file does so."""
         at = 0
         for id, tokens in zip(ids.tolist(), lengths.tolist(), strict=True):
             end = at + tokens
@@ -458,8 +408,7 @@ class _Recorded:
 
         The request before it is, among the newest requests of the strands of its session, the one
         that ended last before this one began. If there is none, this one begins a new strand
-        without a pause (`delay` is None). Without a session, strand and pause are None. Call in the
-        order of the requests' times.
+        without a pause. Call in the order of the requests' times.
         """
         ends = self._ends.setdefault(one.session, [])
         before = max((end for end in ends if end <= one.time), default=None)
@@ -471,12 +420,74 @@ class _Recorded:
         return replace(one, strand=f"{one.session}/{at + 1}", delay=one.time - before)
 
 
-def replace_path(one: Request, parts: Iterable[tuple[int, int]]) -> Request:
-    """Return a copy of a request whose tokens are the same but divided into `parts`.
-
-    `parts`: pairs of an id and a number of tokens, with a division at the end of the prompt.
-    """
+def replace_path(one: Request, parts: Iterable[Part]) -> Request:
+    """Return a copy of a request divided into `parts`, of which some end with the prompt."""
     ids, lengths = path_of(parts)
     ends = np.cumsum(lengths)
     prompt = int(np.searchsorted(ends, one.prompt_tokens)) + 1
     return replace(one, ids=ids, lengths=lengths, prompt_parts=prompt)
+
+
+# -- synthetic agents ------------------------------------------------------------------------------
+
+BLOCK = 64
+CONTEXT = 100_000
+"""Tokens to which conversations grow if nothing else is asked for."""
+
+HEAD, PROJECT = 16_000, 4_000
+"""Tokens of tools and system prompt, the same in all conversations, and of a user's project."""
+
+ASKED, REPLIED = 1_200, 300
+"""Medians of the new prompt tokens of a turn, and of the tokens of a reply."""
+
+OF_TOOLS, TOOL_S, PERSON_S = 0.75, 2.0, 40.0
+"""Share of turns with the result of a tool, and medians of the pauses before those and others."""
+
+
+def synthetic_trace(users: int, context: int, *, sessions: int = 3, seed: int = 0) -> Trace:
+    """Make a trace of `users` users, each with `sessions` conversations one after another.
+
+    Each conversation grows to a random length between half of `context` tokens and all of them.
+    Numbers of tokens are log-normal around medians that are usual for coding agents: tools add much
+    text, people little, and most turns follow the one before within seconds.
+    """
+    ids, rng = Ids(), random.Random(seed)
+    head, project = min(HEAD, context // 4), min(PROJECT, context // 8)
+    made: list[Request] = []
+    for number in range(sessions):
+        for user in range(users):
+            length = int(context * (0.5 + 0.5 * rng.random()))
+            parts = [(ids.of("head"), head), (ids.of(("project", user)), project)]
+            made += _conversation(f"{user}/{number}", parts, length, ids, rng)
+    return Trace(tuple(made), "synthetic", BLOCK)
+
+
+def _conversation(
+    session: str, parts: list[Part], length: int, ids: Ids, rng: random.Random
+) -> list[Request]:
+    """Return the turns of a conversation of at most `length` tokens, which begins with `parts`.
+
+    The first turn is returned even if it is longer.
+    """
+    made: list[Request] = []
+    head = parts[0][1]
+    total, key = sum(tokens for _, tokens in parts), 0
+    while True:
+        asked = _drawn(rng, ASKED, 1.1)
+        replied = _drawn(rng, REPLIED, 0.9)
+        if made and total + asked + replied > length:
+            return made
+        asked = max(8, min(asked, length - total - replied))
+        prompt = [*parts, (ids.new(), asked)]
+        key = key or total + asked
+        parts = [*prompt, (ids.new(), replied)]
+        total += asked + replied
+        pause = _drawn(rng, TOOL_S if rng.random() < OF_TOOLS else PERSON_S, 0.8, least=0.1)
+        delay = pause if made else None
+        path = path_of(parts)
+        made.append(Request(0.0, session, *path, len(prompt), delay=delay, key=key, head=head))
+
+
+def _drawn(rng: random.Random, median: float, spread: float, *, least: float = 8) -> int:
+    """Draw a log-normal number; `spread` is the standard deviation of its logarithm."""
+    return round(max(least, median * rng.lognormvariate(0.0, spread)))

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from mlxcache.bench import command
 from mlxcache.bench.checks import Check
-from mlxcache.bench.run import Bench
+from mlxcache.bench.command import Bench
 from mlxcache.config.models import DEMO_ID
 from tests.bench.test_process import FAKE
 from tests.proofs.models import light

@@ -6,8 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from mlxcache.bench import pagecache, restore_speed, write_beside
-from mlxcache.bench.pagecache import drop, read
+from mlxcache.bench import disk
+from mlxcache.bench.disk import (
+    BY_MSYNC,
+    CACHED_BYTES_S,
+    drop,
+    read,
+    restore_figures,
+    restore_speed,
+    write_beside,
+)
 from tests.proofs.models import light, recurrent
 
 TOTAL = 12_000_000
@@ -27,7 +35,7 @@ def test_a_file_is_forgotten_and_read_as_a_whole(
     for file in files:
         file.write_bytes(b"x" * 9_000_000)
     assert read(files) == 18_000_000
-    monkeypatch.setattr(pagecache, "EVERYTHING", tmp_path / "absent" / "drop_caches")
+    monkeypatch.setattr(disk, "EVERYTHING", tmp_path / "absent" / "drop_caches")
     import os
 
     if hasattr(os, "posix_fadvise"):
@@ -43,25 +51,23 @@ def test_on_a_mac_files_are_invalidated_and_unchanged(
     files = [tmp_path / "a", tmp_path / "empty"]
     files[0].write_bytes(b"x" * 100_000)
     files[1].touch()
-    monkeypatch.setattr(pagecache, "EVERYTHING", tmp_path / "absent" / "drop_caches")
+    monkeypatch.setattr(disk, "EVERYTHING", tmp_path / "absent" / "drop_caches")
     monkeypatch.setattr("sys.platform", "darwin")
-    assert drop(files) == pagecache.BY_MSYNC
+    assert drop(files) == BY_MSYNC
     assert files[0].read_bytes() == b"x" * 100_000
 
 
 def test_a_speed_of_the_page_cache_is_no_bound_on_the_disk() -> None:
     """Where the pages were to be dropped by msync, and were not."""
-    from mlxcache.bench.restore_speed import CACHED_BYTES_S, _held
-
     nbytes = int(2 * CACHED_BYTES_S)
-    assert _held(nbytes, 1, [1.0], [2.0], pagecache.BY_MSYNC).checks == []
-    (check,) = _held(nbytes, 1, [4.0], [5.0], pagecache.BY_MSYNC).checks
+    assert restore_figures(nbytes, 1, [1.0], [2.0], BY_MSYNC).checks == []
+    (check,) = restore_figures(nbytes, 1, [4.0], [5.0], BY_MSYNC).checks
     assert (check.measured, check.ok) == (0.8, True)
 
 
 def test_restoring_is_timed_beside_reading(model: Path, tmp_path: Path) -> None:
     """Each time all of it comes from disk, and both took time; the bound is on their ratio."""
-    held = restore_speed.restore_speed(model, tmp_path, 2, lambda _: None, TOTAL)
+    held = restore_speed(model, tmp_path, 2, lambda _: None, TOTAL)
     figures = held.figures
     assert figures["bytes"] > TOTAL
     assert len(figures["plain_s"]) == len(figures["restored_s"]) == 2
@@ -76,7 +82,7 @@ def test_restoring_that_skips_a_file_is_an_error(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else less would be read, and that sooner."""
-    dropped = pagecache.drop
+    dropped = disk.drop
 
     def damaging(files: list[Path]) -> str | None:
         with files[-1].open("r+b") as file:
@@ -84,15 +90,15 @@ def test_restoring_that_skips_a_file_is_an_error(
             file.write(b"wrong")
         return dropped(files)
 
-    monkeypatch.setattr(pagecache, "drop", damaging)
+    monkeypatch.setattr(disk, "drop", damaging)
     with pytest.raises(ValueError, match="on disk were restored"):
-        restore_speed.restore_speed(model, tmp_path, 1, lambda _: None, TOTAL)
+        restore_speed(model, tmp_path, 1, lambda _: None, TOTAL)
 
 
 @pytest.mark.slow
 def test_a_reply_is_timed_beside_both_writers(model: Path, tmp_path: Path) -> None:
     """As many bytes each, in files of the same sizes, and nothing of the plain ones is left."""
-    held = write_beside.write_beside(model, tmp_path, 2, lambda _: None, TOTAL)
+    held = write_beside(model, tmp_path, 2, lambda _: None, TOTAL)
     figures = held.figures
     assert figures["bytes"] > TOTAL
     assert len(figures["store"]) == len(figures["plain"]) == 2
@@ -106,4 +112,4 @@ def test_a_model_whose_kv_is_not_all_is_refused(tmp_path: Path) -> None:
     """Random KV without the states between would restore to nothing."""
     model = recurrent(tmp_path / "model")
     with pytest.raises(ValueError, match="more than KV"):
-        restore_speed.restore_speed(model, tmp_path / "cache", 1, lambda _: None, TOTAL)
+        restore_speed(model, tmp_path / "cache", 1, lambda _: None, TOTAL)

@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxcache.bench.own import NoOwnTime, measuring
+from mlxcache.bench.process import NoOwnTime, measuring
 from mlxcache.model.own_time import OwnTime, rounding
 from mlxcache.types import token_ids
 from tests.toys.toy import make_toy

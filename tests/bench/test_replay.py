@@ -12,7 +12,7 @@ import typer
 from mlxcache.bench import command
 from mlxcache.bench.client import Reply
 from mlxcache.bench.process import Launch, mlx_lm_server
-from mlxcache.bench.replay import Player, Replay
+from mlxcache.bench.replay import Player, Replay, figures
 from mlxcache.errors import ConfigError
 from mlxcache.plan.trace import Ids, Request, Trace, path_of
 
@@ -46,7 +46,7 @@ def two_turns() -> list[Request]:
 def test_a_next_turn_contains_what_the_server_replied() -> None:
     """As a message of the assistant, between the texts of the blocks."""
     echo: Any = Echo()
-    played = Player(echo, echo, "t").play(two_turns())
+    replies = Player(echo, echo, "t").play(two_turns(), lambda _: None)
     head = {"role": "user", "content": "<t/1 50><t/2 20>"}
     assert echo.sent == [
         ([head], 9),
@@ -59,10 +59,10 @@ def test_a_next_turn_contains_what_the_server_replied() -> None:
             1,
         ),
     ]
-    assert (played.prompt_tokens, played.cached_tokens, played.hit_rate) == (200, 160, 0.8)
-    figures = played.as_object()
-    assert figures["fed_tokens"] == 40
-    assert figures["first_token_s"]["p50"] == pytest.approx(0.15)
+    found = figures(replies, 0)
+    assert (found["prompt_tokens"], found["cached_tokens"], found["hit_rate"]) == (200, 160, 0.8)
+    assert found["fed_tokens"] == 40
+    assert found["first_token_s"]["p50"] == pytest.approx(0.15)
 
 
 def test_every_server_gets_the_same_ram(tmp_path: Path) -> None:

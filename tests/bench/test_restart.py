@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from mlxcache.bench import process, restart
+from mlxcache.bench import process
 from mlxcache.bench.client import Client
+from mlxcache.bench.measure import Plan, Round, Samples, measure_restarts, restart_checks
 from mlxcache.bench.process import OURS, THEIRS, Lives, NotStarted
-from mlxcache.bench.restart import Round, Rounds
+from mlxcache.bench.report import restarts_json
 from mlxcache.bench.scenarios import Visit
 from tests.bench.test_command import bench
 from tests.bench.test_process import fake
@@ -68,51 +69,53 @@ def test_a_round_is_two_turns_a_kill_and_a_third(lives: Lives) -> None:
         name = "broken"
 
         @property
-        def server(self) -> process.Server:
+        def client(self) -> Client:
             raise NotStarted("no such flag")
 
-    rounds = restart.play([lives, Broken()], 2, visit, lambda _: None)  # type: ignore[list-item]
-    assert [one.cached_tokens for one in rounds.taken["fake"]] == [5, 5]
-    assert [one.lost_tokens for one in rounds.taken["fake"]] == [4, 4]  # 7 + 3 - 1 - 5
-    assert rounds.taken["broken"] == []
-    assert rounds.failures == ["broken, restart: no such flag"]
+    plan = Plan(["restart"], 2, visit, lambda _: None)
+    rounds, failures = measure_restarts(plan, [lives, Broken()])  # type: ignore[list-item]
+    assert [one.cached_tokens for one in rounds["fake"]] == [5, 5]
+    assert [one.lost_tokens for one in rounds["fake"]] == [4, 4]  # 7 + 3 - 1 - 5
+    assert rounds["broken"] == []
+    assert failures == ["broken, restart: no such flag"]
     # the second round begins at the server that the first one ended with
     assert len({client.port for client in clients}) == 2
     assert clients[1].port != lives.server.client.port
 
 
 def one_round(cold_s: float, again_s: float, lost: int | None = 0) -> Round:
-    return Round(cold_s, 0.1, again_s, 1000, 900, 890, lost)
+    return Round(cold_s, 0.1, again_s, 1000, 900, 890, lost, cold_s / again_s)
 
 
 def test_the_bound_holds_where_cold_takes_long() -> None:
     """A short cold turn is measured and not held to anything."""
-    short = Rounds({OURS: [one_round(2.0, 1.0)]})
-    assert [check.ok for check in restart.checks(short)] == [True, True]
-    slow = Rounds({OURS: [one_round(12.0, 1.0), one_round(12.0, 1.0), one_round(12.0, 0.01)]})
-    assert [check.ok for check in restart.checks(slow)] == [True, True, False]
-    fast = Rounds({OURS: [one_round(12.0, 0.5)]})
-    assert [check.ok for check in restart.checks(fast)] == [True, True, True]
+    short = Samples({OURS: [one_round(2.0, 1.0)]})
+    assert [check.ok for check in restart_checks(short, [])] == [True, True]
+    slow = Samples({OURS: [one_round(12.0, 1.0), one_round(12.0, 1.0), one_round(12.0, 0.01)]})
+    assert [check.ok for check in restart_checks(slow, [])] == [True, True, False]
+    fast = Samples({OURS: [one_round(12.0, 0.5)]})
+    assert [check.ok for check in restart_checks(fast, [])] == [True, True, True]
 
 
 def test_lost_tokens_and_failures_break_their_bounds() -> None:
     """One round that lost a token is enough, and so is a server of ours that did not start."""
-    lost = Rounds({OURS: [one_round(2.0, 1.0, -3), one_round(2.0, 1.0, 1)]})
-    assert [check.ok for check in restart.checks(lost)] == [True, False]
-    failed = Rounds({OURS: []}, [f"{OURS}, restart: no", f"{THEIRS}, restart: no"])
-    assert [check.measured for check in restart.checks(failed)] == [1, 0]
+    lost = Samples({OURS: [one_round(2.0, 1.0, -3), one_round(2.0, 1.0, 1)]})
+    assert [check.ok for check in restart_checks(lost, [])] == [True, False]
+    none: Samples[Round] = Samples({OURS: []})
+    failures = [f"{OURS}, restart: no", f"{THEIRS}, restart: no"]
+    assert [check.measured for check in restart_checks(none, failures)] == [1, 0]
 
 
 def test_servers_are_compared_within_a_round() -> None:
     """The medians of ratios, and not the ratio of medians."""
-    rounds = Rounds({
+    rounds = Samples({
         OURS: [one_round(10.0, 1.0), one_round(100.0, 10.0), one_round(10.0, 1.0)],
         THEIRS: [one_round(10.0, 5.0), one_round(100.0, 50.0), one_round(10.0, 0.1, None)],
     })  # fmt: skip
-    assert rounds.ratio(THEIRS) == pytest.approx(0.2)
+    assert rounds.ratio("again_s", THEIRS) == pytest.approx(0.2)
     assert rounds.medians(OURS)["sooner"] == pytest.approx(10.0)
     assert rounds.medians(THEIRS)["lost_tokens"] == 0
-    assert restart.as_json(rounds)["ratios"] == {THEIRS: rounds.ratio(THEIRS)}
+    assert restarts_json(rounds, [])["ratios"] == {THEIRS: pytest.approx(0.2)}
 
 
 @pytest.mark.slow

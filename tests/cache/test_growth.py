@@ -13,7 +13,7 @@ from mlxcache.cache.kv_cache import KVCache
 from mlxcache.cache.ram import with_slack
 from mlxcache.model import kv
 from mlxcache.model.lineage import Span
-from mlxcache.plan.lineage import CountedLineage
+from mlxcache.plan.cache import CountedLineage
 from mlxcache.tree.budget import Budget
 from mlxcache.types import token_ids
 from tests.conftest import ToyMaker

@@ -10,12 +10,9 @@ import pytest
 from mlxcache.errors import ConfigError
 from mlxcache.model.kv import Layout
 from mlxcache.plan.cache import Memory, PlannedCache
-from mlxcache.plan.chart import draw
-from mlxcache.plan.measured import speed_of
-from mlxcache.plan.plan import make_plan
-from mlxcache.plan.simulate import Simulation, Speed
-from mlxcache.plan.synthetic import synthetic_trace
-from mlxcache.plan.trace import Ids, Request, Trace, path_of
+from mlxcache.plan.plan import draw, make_plan
+from mlxcache.plan.simulate import Simulation, Speed, speed_of
+from mlxcache.plan.trace import Ids, Request, Trace, path_of, synthetic_trace
 
 PER_TOKEN = 1024
 LAYOUT = Layout(

@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 from mlxcache.bench import command
-from mlxcache.bench.command import check_names, launches
-from mlxcache.bench.run import Bench, Options, conduct
+from mlxcache.bench.command import Bench, Options, check_names, conduct, launches
 from mlxcache.bench.scenarios import PARTING, SCENARIOS
 from tests.proofs.suite import DEFAULT, NAMES, Suite
 from tests.toys.configs import FAMILIES

@@ -10,9 +10,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from mlxcache.bench.checks import Check, Measured
+from mlxcache.bench.checks import Check, Measured, middle
 from mlxcache.bench.inside import Inside, drained, running_inside
-from mlxcache.bench.measure import middle
 from mlxcache.types import Job, OutputFormat, Prompt
 
 LEAST = 0.85

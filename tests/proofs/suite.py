@@ -12,14 +12,12 @@ from rich.console import Console
 
 from mlxcache.bench import report
 from mlxcache.bench.checks import Measured
-from mlxcache.bench.own import NoOwnTime, measuring
-from mlxcache.bench.process import Server, running
+from mlxcache.bench.command import Bench
+from mlxcache.bench.disk import restore_speed, write_beside
+from mlxcache.bench.process import NoOwnTime, Server, measuring, running
 from mlxcache.bench.replay import Replay
-from mlxcache.bench.restore_speed import restore_speed
-from mlxcache.bench.run import Bench
 from mlxcache.bench.scenarios import PARTING, SCENARIOS
 from mlxcache.bench.text import Filler
-from mlxcache.bench.write_beside import write_beside
 from mlxcache.model.hub import resolve
 from tests.proofs import beside, budget, memory, models
 from tests.proofs.guided import guided
@@ -76,7 +74,7 @@ class Suite:
         """Measure everything in `names`, in the order of `NAMES`.
 
         With `families`, only the scenarios of `names` are played, on a model of each family. Raises
-        one of `mlxcache.bench.run.FAILURES`.
+        one of `mlxcache.bench.command.FAILURES`.
         """
         scenarios = [name for name in SCENARIOS if name in names]
         for family in families:
@@ -128,8 +126,7 @@ class Suite:
 
 def _show_figures(console: Console, title: str, figures: Mapping[str, Any]) -> None:
     """Print figures by their names, which end in their units; lists are left out."""
-    table = report.table_of(title, "figure")
-    table.add_column("median", justify="right")
+    table = report.table_of(title, "figure", right=("median",))
     for name, value in figures.items():
         if not isinstance(value, list):
             table.add_row(name, _figure(name, value))

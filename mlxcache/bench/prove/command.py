@@ -15,13 +15,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
-from mlxcache.bench.command import check_names
+from mlxcache.bench.command import check_names, scratch
 from mlxcache.bench.prove import report
-from mlxcache.bench.prove.machine import describe_machine, load_average
+from mlxcache.bench.prove.context import FULL, QUICK
+from mlxcache.bench.prove.machine import describe_machine
 from mlxcache.bench.prove.run import IF_NAMED, SCENARIOS, Options, Proof
-from mlxcache.bench.prove.scale import FULL, QUICK
 from mlxcache.bench.report import wide_console
-from mlxcache.bench.run import scratch
 from mlxcache.errors import MlxcacheError
 from mlxcache.model.random_model import SIZES, WEIGHTS, Weights
 
@@ -106,19 +105,19 @@ def prove(
     checked. Exit status 2: wrong usage, or a model that cannot be loaded.
     """
     usual = [name for name in SCENARIOS if name not in IF_NAMED]
-    names = check_names(only or (), list(SCENARIOS)) or usual
+    check_names(only or (), list(SCENARIOS))
     size = size or (QUICK_SIZE if quick else DEFAULT_SIZE)
     check_names([size], list(SIZES))
     chosen: tuple[Weights, ...] = tuple(one for one in WEIGHTS if weights in (None, one))
     if not chosen:
         raise typer.BadParameter(f"--weights {weights}: not one of {', '.join(WEIGHTS)}")
-    began, load = datetime.now(UTC), load_average()
+    began, load = datetime.now(UTC), _load_average()
     out = out or Path(f"mlxcache-proof-{began.astimezone():%Y%m%d-%H%M%S}.md")
     _check_out(out)
     scale = QUICK if quick else FULL
     console, errors = wide_console(), LastingConsole(stderr=True, highlight=False, soft_wrap=True)
     with scratch() as folder, steps(console, errors) as (on_step, on_begin):
-        options = Options(model, size, chosen, names, scale, minutes, out)
+        options = Options(model, size, chosen, only or usual, scale, minutes, out)
         proof = Proof(options, folder, on_step, on_begin)
         try:
             proof.play()
@@ -130,7 +129,7 @@ def prove(
         "lengths": "quick" if quick else "full",
         "minutes": minutes,
         "load average before": load,
-        "load average after": load_average(),
+        "load average after": _load_average(),
     }
     machine = describe_machine()
     markdown = report.as_markdown(machine, run, proof.found)
@@ -153,16 +152,10 @@ class LastingConsole(Console):
     """Console that stops printing if its terminal or pipe closes, instead of exiting."""
 
     def on_broken_pipe(self) -> None:
-        """Stop all further output of this console."""
         self.quiet = True
 
 
 def why_failed(proof: Proof, *, strict: bool) -> str | None:
-    """Return the reason for exit status 1 as text, or None if there is none.
-
-    Reasons: the run was interrupted, a scenario failed, or nothing was measured; with `strict` also
-    that a bound failed, or that no bound was checked.
-    """
     findings = proof.found
     checks = [check for found in findings for check in found.checks]
     if proof.interrupted is not None:
@@ -180,12 +173,7 @@ def why_failed(proof: Proof, *, strict: bool) -> str | None:
 
 @contextmanager
 def steps(console: Console, errors: Console) -> Iterator[tuple[OnText, OnText]]:
-    """Yield two functions that show progress as text: `on_step` and `on_begin` of `Proof`.
-
-    `on_begin` is called when a scenario begins, `on_step` at each step within one. If `console` is
-    on a terminal, it shows the latest step. Otherwise `errors`, the console on standard error,
-    prints one line per scenario.
-    """
+    """Yield `on_step` and `on_begin` of `Proof`: a status on a terminal, else lines."""
     if not console.is_terminal:
 
         def on_begin(line: str) -> None:
@@ -205,3 +193,7 @@ def _check_out(out: Path) -> None:
     for one in (out, out.with_suffix(".json") if out.name else out):
         if one.is_dir() or not os.access(one if one.exists() else one.parent, os.W_OK):
             raise typer.BadParameter(f"--out {out}: {one} cannot be written")
+
+
+def _load_average() -> str:
+    return ", ".join(f"{load:.1f}" for load in os.getloadavg())

@@ -1,19 +1,39 @@
-"""Check that warm and restored replies equal cold ones, in the model's own dtype."""
+"""Replies compared with cold ones, in the model's own dtype, and the speed of guessing.
+
+Compared are replies from the cache, on a device that fails unnoticed, and with guesses.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+from statistics import median
 
 import numpy as np
 
-from mlxcache.bench.inside import Inside, drained
-from mlxcache.bench.prove.findings import Findings
-from mlxcache.bench.prove.scale import Scale
+from mlxcache.bench.checks import Check
+from mlxcache.bench.device_faults import ERRORS, FailingDevice, failing
+from mlxcache.bench.inside import GREEDY, Inside, NotPlain, drained, running_inside
+from mlxcache.bench.prove.context import Scale
+from mlxcache.bench.prove.report import Findings
 from mlxcache.engine.runtime import ModelRuntime
+from mlxcache.errors import GenerationFailed
+from mlxcache.guess.passes import LENGTHS, PassCosts
+from mlxcache.model.load import Loaded
 from mlxcache.model.own_time import rounding
-from mlxcache.types import Finished, Text, TokenLogprob, Tokens, join_ids, token_ids
+from mlxcache.scheduling.pass_costs import FAR, NEAR
+from mlxcache.scheduling.speculation import Speculation
+from mlxcache.types import (
+    Finished,
+    RequestRecord,
+    Sampling,
+    TokenLogprob,
+    Tokens,
+    join_ids,
+    token_ids,
+)
 
 TITLE = "Difference of log-probabilities from cold"
 TOKEN_IDS = 256
@@ -29,20 +49,12 @@ TOLERANCE = 2.0
 WARM, BESIDE, RESTORED = "warm", "warm beside three others", "restored"
 ROWS = 4
 
+Said = Sequence[TokenLogprob]
+"""Tokens of a reply, each with its likeliest alternatives."""
+
 
 class Unequal(Exception):
-    """Error raised if a reply differs from the correct one, or if comparing it proves nothing.
-
-    It proves nothing if the reply made no use of what is checked, such as cached tokens.
-    """
-
-
-@dataclass(frozen=True, slots=True)
-class Heard:
-    """A reply: each token with its likeliest alternatives, and the event that ended it."""
-
-    tokens: Sequence[TokenLogprob]
-    last: Finished
+    """Error raised if a reply differs from the correct one, or if comparing it proves nothing."""
 
 
 def random_ids(count: int, seed: int) -> Tokens:
@@ -50,15 +62,70 @@ def random_ids(count: int, seed: int) -> Tokens:
     return token_ids(np.random.default_rng(seed).integers(0, TOKEN_IDS, count, np.int32))
 
 
+def compare(right: Said, other: Said, tolerance: float) -> tuple[float, bool]:
+    """Return the largest difference of log-probabilities between replies, and True if they agree.
+
+    They agree if their tokens are equal, or first differ where the two likeliest of `right` are at
+    most `tolerance` apart. Nothing after that place is compared, because the contexts differ.
+    """
+    apart = 0.0
+    for mine, theirs in zip(right, other, strict=False):
+        known = {id: logprob for _, id, logprob in theirs.top}
+        both = [abs(logprob - known[id]) for _, id, logprob in mine.top if id in known]
+        apart = max([apart, *both])
+        if mine.token_id != theirs.token_id:
+            close = mine.top[0][2] - mine.top[1][2] <= tolerance
+            return apart, close
+    return apart, len(right) == len(other)
+
+
+class Comparison:
+    """Comparison of replies with right ones; `wrong` describes those that differ."""
+
+    def __init__(self) -> None:
+        self.wrong: list[str] = []
+
+    def add(self, right: Said, other: Said, tolerance: float, what: str) -> float:
+        """Compare one reply, described as `what`; return the difference."""
+        apart, same = compare(right, other, tolerance)
+        if apart > tolerance or not same:
+            self.wrong.append(f"{what}: {apart:.3f} apart, tolerance {tolerance:.3f}")
+        return apart
+
+    def end(self) -> None:
+        if self.wrong:
+            raise Unequal("; ".join(self.wrong))
+
+
+async def rounding_of(inside: Inside, ids: Tokens) -> float:
+    """Return the largest difference of mlx-lm's log-probabilities between two ways to feed `ids`.
+
+    The second has one more cut between two passes, so that the difference is due to rounding.
+    """
+    return await inside.engine.call(partial(_noise, ids))
+
+
+def _noise(ids: Tokens, runtime: ModelRuntime) -> float:
+    return rounding(runtime.loaded.model, ids, len(ids) - TAIL)
+
+
+def tolerance_for(noise: float) -> float:
+    return max(LEAST_TOLERANCE, TOLERANCE * noise)
+
+
+async def hear(inside: Inside, ids: Tokens) -> tuple[Said, Finished]:
+    return await drained(await inside.ask(ids, REPLY, top=TOP))
+
+
+# -- from the cache --------------------------------------------------------------------------------
+
+
 async def matrix(inside: Inside, scale: Scale, found: Findings) -> None:
     """Compare replies that use the cache in three ways with the cold reply to the same prompt.
 
-    The ways: from RAM, from RAM beside other requests, and restored from disk. Does so for each
-    prompt length in `scale.equal`, and adds the largest difference of log-probabilities of each
-    comparison to `found`. Raises Unequal at the end if a difference is above the tolerance or the
-    tokens do not agree (see `compare`), and at once if a reply reused no tokens.
+    Raises Unequal at the end if a reply differs, and at once if it reused no tokens.
     """
-    wrong: list[str] = []
+    compared = Comparison()
     for length in scale.equal:
         ids = random_ids(length + TAIL, seed=length)
         noise = await rounding_of(inside, ids)
@@ -67,46 +134,17 @@ async def matrix(inside: Inside, scale: Scale, found: Findings) -> None:
         found.add(TITLE, row, "mlx-lm's own rounding", "", noise)
         found.add(TITLE, row, "tolerance", "", tolerance)
         await inside.clear()
-        cold = await hear(inside, ids)
+        cold, _ = await hear(inside, ids)
         for way in (WARM, BESIDE, RESTORED):
-            heard = await _after(inside, ids, way)
-            _check_reuse(heard, way)
-            apart, same = compare(cold.tokens, heard.tokens, tolerance)
-            found.add(TITLE, row, way, "", apart)
-            if apart > tolerance or not same:
-                wrong.append(f"{way} at {row}: {apart:.3f} apart, tolerance {tolerance:.3f}")
-    if wrong:
-        raise Unequal("; ".join(wrong))
+            said, last = await _after(inside, ids, way)
+            if not last.cached_tokens or (way == RESTORED and not last.restored_tokens):
+                raise Unequal(f"{way}: no token of {last.prompt_tokens} was reused")
+            found.add(TITLE, row, way, "", compared.add(cold, said, tolerance, f"{way} at {row}"))
+    compared.end()
 
 
-async def rounding_of(inside: Inside, ids: Tokens) -> float:
-    """Return the largest difference of mlx-lm's log-probabilities between two ways to feed `ids`.
-
-    They are those of the token after `ids`, of the whole vocabulary. The second way has one more
-    cut between two passes, before the last `TAIL` tokens, so the difference is due to rounding
-    alone.
-    """
-    return await inside.engine.call(partial(_noise, ids))
-
-
-def tolerance_for(noise: float) -> float:
-    """Return the largest accepted difference of log-probabilities.
-
-    `noise`: the difference that is due to rounding alone, a result of `rounding_of`.
-    """
-    return max(LEAST_TOLERANCE, TOLERANCE * noise)
-
-
-def _noise(ids: Tokens, runtime: ModelRuntime) -> float:
-    return rounding(runtime.loaded.model, ids, len(ids) - TAIL)
-
-
-async def _after(inside: Inside, ids: Tokens, way: str) -> Heard:
-    """Cache the KV of all but the last `TAIL` tokens of `ids`, then reply to all of `ids`.
-
-    With `way` `RESTORED`, that KV is read from disk, otherwise from RAM. With `BESIDE`, other
-    requests run at the same time as the reply.
-    """
+async def _after(inside: Inside, ids: Tokens, way: str) -> tuple[Said, Finished]:
+    """Cache the KV of all but the last `TAIL` tokens of `ids`, then reply to all of `ids`."""
     await inside.clear()
     await drained(await inside.ask(ids[:-TAIL], 1))
     if way == RESTORED:
@@ -122,46 +160,208 @@ async def _after(inside: Inside, ids: Tokens, way: str) -> Heard:
     return heard
 
 
-def _check_reuse(heard: Heard, way: str) -> None:
-    """Raise Unequal if the reply reused no tokens, because comparing it would then prove nothing.
+# -- on a failing device ---------------------------------------------------------------------------
 
-    `way` is as in `_after`: with `RESTORED`, tokens must have come from disk.
+ERRORS_TITLE = "Injected device errors"
+PROMPT, MORE = 300, 16
+"""Tokens of the prompt, and tokens appended to it after an error."""
+
+
+async def device_error(model: Path, folder: Path, scale: Scale, found: Findings) -> None:
+    """Check replies to one prompt while a different evaluation of MLX fails in each.
+
+    After each, the same prompt with more tokens is sent, during which nothing fails; a wrong reply
+    to it would show that wrong KV is left in the cache. Raises Unequal after all replies if one
+    neither is right nor ends in an error, and ValueError if no evaluation failed.
     """
-    if not heard.last.cached_tokens or (way == RESTORED and not heard.last.restored_tokens):
-        raise Unequal(f"{way}: no token of {heard.last.prompt_tokens} was reused")
+    picked: set[int] = set()
+    on = FailingDevice(picked.__contains__)
+    compared, apart = Comparison(), [0.0]
+    failed = injected = 0
+
+    def watched(loaded: Loaded) -> Loaded:
+        return replace(loaded, model=on.watch(loaded.model))
+
+    async def ask(ids: Tokens, right: Said, what: str) -> None:
+        nonlocal failed
+        try:
+            said, _ = await hear(inside, ids)
+        except GenerationFailed:
+            failed += 1
+        else:
+            apart.append(compared.add(right, said, tolerance, what))
+
+    with failing(on):
+        async with running_inside(model, folder, "auto", watched) as inside:
+            ids = random_ids(PROMPT, seed=5)
+            more = join_ids(ids, ids[:MORE])
+            tolerance = tolerance_for(await rounding_of(inside, more))
+            await inside.clear()
+            cold_more, _ = await hear(inside, more)
+            before = on.evaluations
+            await inside.clear()
+            cold, _ = await hear(inside, ids)
+            for at in _spread(on.evaluations - before, 4 * scale.runs):
+                await inside.clear()
+                failures = on.failures
+                picked.add(on.evaluations + at)
+                await ask(ids, cold, f"evaluation {at} fails")
+                picked.clear()
+                injected += on.failures - failures
+                await ask(more, cold_more, f"after evaluation {at}")
+    if not injected:
+        raise ValueError("no evaluation failed, so the check proves nothing")
+    row, wrong = f"{PROMPT} tokens", len(compared.wrong)
+    for column, value in (
+        ("errors", injected),
+        ("right replies", len(apart) - 1 - wrong),
+        ("replies that ended in an error", failed),
+        ("wrong replies", wrong),
+        ("log-probabilities apart", max(apart)),
+        ("tolerance", tolerance),
+    ):
+        found.add(ERRORS_TITLE, row, column, "", value)
+    found.notes.append(f"This process injects the errors, with a message of Metal: {ERRORS[0]}")
+    compared.end()
 
 
-async def hear(inside: Inside, ids: Tokens) -> Heard:
-    """Generate a greedy reply of at most `REPLY` tokens to the prompt `ids`, and return it.
+def _spread(last: int, count: int) -> Sequence[int]:
+    return sorted({int(one) for one in np.linspace(1, max(1, last), count)})
 
-    Each of its tokens has the `TOP` likeliest tokens at that place, with their log-probabilities.
-    Raises MlxcacheError if the request fails.
+
+# -- with guesses ----------------------------------------------------------------------------------
+
+COSTS = "Cost of a pass, in passes over one token"
+SAME = "Greedy text with guesses, compared with the text without"
+SPEED = "Speed with guesses"
+SHOWN = (2, 4, 8, 12, 16, 32)
+"""Tokens of the passes whose cost is reported."""
+
+AGAIN, NEW = "text that was said before", "new text"
+ALIKE, PARTING = 4, 0.15
+"""Replies given before that are nearly the greedy one, and the factor of their temperature."""
+
+LEAST = 0.97
+"""Least speed of new text with guesses, by that without."""
+
+
+def free_costs() -> PassCosts:
+    """Return costs by which long guesses are checked on any device, even unlikely ones."""
+    return PassCosts({1: [(tokens, 1e-6 * (1 + 1e-3 * tokens)) for tokens in LENGTHS]})
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    tokens: Said
+    record: RequestRecord
+
+    @property
+    def speed(self) -> float:
+        return self.record.generated_tokens / max(1e-9, self.record.timing["decode_s"])
+
+    @property
+    def per_pass(self) -> float:
+        tokens = self.record.generated_tokens
+        return tokens / max(1, tokens - self.record.accepted_tokens)
+
+
+async def speculation(model: Path, folder: Path, scale: Scale, found: Findings) -> None:
+    """Measure costs of passes, check that guesses change no text, and measure their speed.
+
+    Raises Unequal at the end if a reply differs or if no guess was right, and NotPlain if the
+    model's cache cannot be rewound.
     """
-    stream = await inside.ask(ids, REPLY, top=TOP)
-    tokens: list[TokenLogprob] = []
-    async for event in stream:
-        if isinstance(event, Text):
-            tokens += event.logprobs
-        elif isinstance(event, Finished):
-            return Heard(tokens, event)
-    raise ValueError("a reply ended without a Finished event")
+    async with running_inside(model, folder, "auto", speculate="auto") as inside:
+        guesses = inside.core.speculation
+        if guesses is None:
+            raise NotPlain("this model's cache cannot be rewound: nothing is guessed")
+        costs = guesses.costs
+        for cached in (NEAR, FAR):
+            row = f"after {cached:,} tokens"
+            found.add(COSTS, row, "one token", "s", costs.seconds(cached))
+            for tokens in SHOWN:
+                found.add(COSTS, row, f"{tokens} tokens", "", costs.at(cached)(tokens))
+        compared = await _compare_guessed(inside, guesses, scale, found)
+        for run in range(scale.runs):
+            await _measure_speed(inside, scale, run, found)
+    ratio = found.figure(SPEED, NEW, "by that without guesses")
+    assert ratio is not None
+    check = Check("new text with guesses, by its speed without", ratio.median, LEAST, least=True)
+    found.hold([check], why_not="a quick run's replies are too short" if scale.quick else None)
+    compared.end()
 
 
-def compare(
-    cold: Sequence[TokenLogprob], other: Sequence[TokenLogprob], tolerance: float
-) -> tuple[float, bool]:
-    """Return the largest difference of log-probabilities between replies, and True if they agree.
+async def _compare_guessed(
+    inside: Inside, guesses: Speculation, scale: Scale, found: Findings
+) -> Comparison:
+    """Compare two greedy replies that use guesses with one that does not.
 
-    They agree if their tokens are equal, or if these first differ where the log-probabilities of
-    the two likeliest tokens of `cold` are at most `tolerance` apart. Nothing after that place is
-    compared, because the contexts differ.
+    Some replies drawn at a low temperature come before the two, so that guesses of the first are
+    taken from texts that resemble it but are not equal to it. The second repeats the text of the
+    first, so that nearly all its guesses are right; none that is right is a fault too.
     """
-    apart = 0.0
-    for mine, theirs in zip(cold, other, strict=False):
-        known = {id: logprob for _, id, logprob in theirs.top}
-        both = [abs(logprob - known[id]) for _, id, logprob in mine.top if id in known]
-        apart = max([apart, *both])
-        if mine.token_id != theirs.token_id:
-            close = mine.top[0][2] - mine.top[1][2] <= tolerance
-            return apart, close
-    return apart, len(cold) == len(other)
+    measured, tokens, compared = guesses.costs, scale.reply, Comparison()
+    for length in scale.equal:
+        ids, row = random_ids(length, seed=length), f"{length:,} tokens"
+        tolerance = tolerance_for(await rounding_of(inside, ids))
+        plain = await _reply(inside, ids, tokens, guess=False, top=True)
+        # most tokens drawn, but not all, are the likeliest ones
+        margin = median(one.top[0][2] - one.top[1][2] for one in plain.tokens)
+        temperature = max(1e-3, PARTING * margin)
+        await inside.engine.call(lambda _: guesses.set_costs(free_costs()))
+        for seed in range(ALIKE):
+            sampling = Sampling(temperature=temperature, seed=seed)
+            await _reply(inside, ids, tokens, sampling=sampling)
+        replies = [await _reply(inside, ids, tokens, top=True) for _ in range(2)]
+        await inside.engine.call(lambda _: guesses.set_costs(measured))
+        found.add(SAME, row, "tolerance", "", tolerance)
+        for name, reply in zip(("first reply", "same reply again"), replies, strict=True):
+            apart = compared.add(plain.tokens, reply.tokens, tolerance, f"{name} at {row}")
+            ties = first_difference(plain.tokens, reply.tokens) is not None
+            found.add(SAME, row, f"{name}: apart", "", apart)
+            found.add(SAME, row, f"{name}: parted at a tie", "", float(ties))
+            found.add(SAME, row, f"{name}: guessed", "tokens", reply.record.drafted_tokens)
+            found.add(SAME, row, f"{name}: right", "tokens", reply.record.accepted_tokens)
+        if not replies[1].record.accepted_tokens:
+            compared.wrong.append(f"{row}: no guess was right, so the comparison proves nothing")
+    return compared
+
+
+def first_difference(one: Said, other: Said) -> int | None:
+    """Return the index of the first token that differs; None if one reply begins the other."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (mine, theirs) in pairs if mine.token_id != theirs.token_id), None)
+
+
+async def _measure_speed(inside: Inside, scale: Scale, run: int, found: Findings) -> None:
+    """Add the speeds of a new reply and of one that was given before, with guesses and without."""
+    tokens, sampling = 4 * scale.reply, Sampling(temperature=1.0, seed=run)
+    for kind in (NEW, AGAIN):
+        ids = random_ids(scale.decode[0], seed=1000 + 2 * run + (kind == AGAIN))
+        if kind == AGAIN:
+            await _reply(inside, ids, tokens, sampling=sampling)
+        replies: dict[bool, Reply] = {}
+        for guess in (True, False) if run % 2 else (False, True):
+            replies[guess] = await _reply(inside, ids, tokens, guess=guess, sampling=sampling)
+        found.add(SPEED, kind, "without guesses", "tokens/s", replies[False].speed)
+        found.add(SPEED, kind, "with guesses", "tokens/s", replies[True].speed)
+        ratio = replies[True].speed / replies[False].speed
+        found.add(SPEED, kind, "by that without guesses", "", ratio)
+        found.add(SPEED, kind, "tokens a pass", "", replies[True].per_pass)
+
+
+async def _reply(
+    inside: Inside,
+    ids: Tokens,
+    tokens: int,
+    *,
+    guess: bool = True,
+    top: bool = False,
+    sampling: Sampling = GREEDY,
+) -> Reply:
+    likeliest = TOP if top else None
+    stream = await inside.ask(
+        ids, tokens, endless=True, top=likeliest, sampling=sampling, speculate=guess
+    )
+    said, _ = await drained(stream)
+    return Reply(said, stream.record)

@@ -1,21 +1,33 @@
-"""Description of the machine for a report, without anything that identifies its user."""
+"""Description of the machine for a report to be published, and removal of what is private.
+
+Nothing in a report identifies the machine or its user.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import getpass
 import os
 import platform
+import pwd
+import re
+import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+import sysconfig
+import tempfile
+import unicodedata
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import mlx.core as mx
 import psutil
 
+import mlxcache
 from mlxcache import __version__
-from mlxcache.bench.prove.privacy import scrub
 from mlxcache.command_buffers import read_chip
 
 UNIQUE = ("uuid", "pci_bus_id", "registry_id", "serial")
@@ -25,12 +37,7 @@ PACKAGES = ("mlx", "mlx-metal", "mlx-cpu", "mlx-cuda-13", "mlx-lm")
 
 
 def describe_machine() -> dict[str, Any]:
-    """Return a description of the machine, of MLX's device and of the installed versions.
-
-    Keys: `chip`, `cores`, `memory_bytes`, `system`, `power` (`mains`, `battery`, or None without a
-    battery), `device`, `device_info`, `python`, `mlxcache` and `versions` (by package). Text that
-    identifies the machine or its user is removed.
-    """
+    """Return a description of the machine, its device and versions, without private text."""
     battery = psutil.sensors_battery() if hasattr(psutil, "sensors_battery") else None
     found: dict[str, Any] = {
         "chip": _chip(),
@@ -42,17 +49,13 @@ def describe_machine() -> dict[str, Any]:
         "device_info": device_info(),
         "python": platform.python_version(),
         "mlxcache": _own_version(),
-        "versions": _versions(),
+        "versions": dict(_versions()),
     }
     return _scrubbed(found)
 
 
 def device_info() -> dict[str, Any]:
-    """Return MLX's description of its default device, such as its `device_name` and `memory_size`.
-
-    Left out or cut: fields that identify this one device (`UNIQUE`), names of the user and of
-    hosts, and paths.
-    """
+    """Return MLX's description of its default device, without what identifies it or its user."""
     info: Mapping[str, Any] = mx.device_info()
     return _scrubbed({name: info[name] for name in sorted(info) if name not in UNIQUE})
 
@@ -79,10 +82,7 @@ def _system() -> str:
 
 
 def _own_version() -> str:
-    """Return the version of mlxcache.
-
-    In a clone it includes the commit, with `-dirty` if files differ from it.
-    """
+    """Return the version, in a clone with its commit, and `-dirty` if files differ from it."""
     root = Path(__file__).parents[3]
     if not (root / ".git").exists():
         return __version__
@@ -96,16 +96,132 @@ def _own_version() -> str:
     return f"{__version__}, commit {commit}" if commit else __version__
 
 
-def load_average() -> str:
-    """Return the system's load average over the last 1, 5 and 15 minutes as text."""
-    return ", ".join(f"{load:.1f}" for load in os.getloadavg())
-
-
-def _versions() -> dict[str, str]:
-    found = {}
+def _versions() -> Iterator[tuple[str, str]]:
     for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+        with contextlib.suppress(PackageNotFoundError):
+            yield name, version(name)
+
+
+# -- privacy ---------------------------------------------------------------------------------------
+
+CUT = "..."
+HOSTS = frozenset({"huggingface.co", "github.com", "127.0.0.1", "localhost"})
+"""Hosts whose URLs are kept, without the query."""
+
+COMMON = frozenset({"localhost", "mlxcache", "model", "models", "snapshots"})
+"""Names that identify nobody and occur in the report, so they are kept."""
+
+USUAL = frozenset(
+    part
+    for root in ("/Users", "/Volumes", "/home", "/private/var/folders", "/mnt", "/opt", "/tmp")
+    for part in Path(root).parts
+)
+"""Parts of the paths of folders that exist on most machines and so identify none of them."""
+
+LEAST_NAME = 3
+"""Minimum letters of a folder's name to be removed as a word of its own."""
+
+_REST = r"[^\n'\"`<>]*?(?=:\s|:?$|['\"`<>\n])"
+"""Pattern for the rest of a path, up to a quote, a line's end or `: `; names may contain blanks."""
+
+_KNOWN, _SLASH = "\0", "\1"
+"""Placeholders for a known folder, and for a slash that is not part of a path."""
+
+_PATH = re.compile(
+    rf"{_KNOWN}(?:[/\\]{_REST})?"
+    r"|(?<![\w.~/\\])(?:~\w*[/\\]|/(?!v1/|health\b)(?=[^\s/])|[A-Za-z]:[\\/]|\\\\(?=\w))" + _REST,
+    re.MULTILINE,
+)
+_FILE_URL = re.compile(rf"\bfile:(?=/){_REST}", re.MULTILINE | re.IGNORECASE)
+_URL = re.compile(r"\b[a-z][a-z0-9+.-]*://[^\s'\"`<>]*", re.IGNORECASE)
+_HOST = re.compile(r"(\bhost=)(['\"])[^'\"]*\2")
+_PUBLIC = re.compile(
+    r"[/\\]((?:config|generation_config|tokenizer\w*|model[\w-]*?(?:-of-\d+)?)"
+    r"(?:\.safetensors\.index)?\.(?:json|safetensors))$"
+)
+"""Pattern for names of files that every model has, which are kept."""
+
+
+def scrub(text: str, private: Iterable[str] | None = None) -> str:
+    """Replace private strings, absolute paths, and URLs of hosts not in `HOSTS` by `...`.
+
+    `private` are the private strings, by default those of `private_strings()`. They match in any
+    case and as whole words. URLs of `HOSTS` lose their query. A path is taken to end at the next
+    quote, `: ` or line end, because folder names may contain blanks. Paths of installed Python
+    files are kept from their package on, and names of files that every model has, such as
+    config.json, are kept.
+    """
+    text = unicodedata.normalize("NFC", text.replace(_KNOWN, "").replace(_SLASH, ""))
+    for root, package in _code_roots():
+        inside = rf"{re.escape(root)}/({package}(?:[\w.-]+/)*[\w.-]+\.py)\b"
+        text = re.sub(inside, rf"{CUT}/\1", text)
+    known = private_strings() if private is None else private
+    for one in sorted({unicodedata.normalize("NFC", one) for one in known}, key=len)[::-1]:
+        pattern = r"\s+".join(map(re.escape, one.split()))
+        mark = _KNOWN if "/" in one or "\\" in one else CUT
+        text = re.sub(rf"(?<!\w){pattern}(?!\w)", mark, text, flags=re.IGNORECASE)
+    text = _FILE_URL.sub(CUT, text)
+    text = _URL.sub(lambda found: _url(found[0]), text)
+    text = _HOST.sub(rf"\1\2{CUT}\2", text)
+    return _PATH.sub(lambda found: _path(found[0]), text).replace(_SLASH, "/")
+
+
+def private_strings(*paths: str | Path | None) -> list[str]:
+    """Return strings that identify this machine, its user, or the given paths and their parents."""
+    found = {one for one in _strings(paths) if re.search(r"\w", one)}
+    return sorted(one for one in found if one.lower() not in COMMON)
+
+
+def _strings(paths: Iterable[str | Path | None]) -> Iterator[str]:
+    host = socket.gethostname()
+    yield from (host, host.partition(".")[0])
+    with contextlib.suppress(OSError, KeyError):  # a user id without a name
+        yield getpass.getuser()
+    with contextlib.suppress(KeyError):
+        user = pwd.getpwuid(os.getuid())
+        yield from (user.pw_name, user.pw_gecos.partition(",")[0].strip())
+    for name, value in os.environ.items():
+        if name.lower().endswith("_proxy") or name == "HF_ENDPOINT":
+            with contextlib.suppress(ValueError):
+                yield urlsplit(value).hostname or ""
+    for folder in (Path.home(), Path.cwd(), Path(tempfile.gettempdir())):
+        yield from _folders(folder)
+    for path in paths:
+        if path is not None:
+            yield from _of_path(path)
+
+
+def _of_path(path: str | Path) -> Iterator[str]:
+    if "/" in str(path):
+        yield str(path)
+    for one in {Path(path), Path(path).expanduser().absolute()}:
+        yield from _folders(one)
+        below = [part for part in (*one.parts, *one.resolve().parts) if part != one.anchor]
+        yield from (part for part in below if part not in USUAL and len(part) >= LEAST_NAME)
+
+
+def _folders(path: Path) -> Iterator[str]:
+    for one in (path, path.resolve()):
+        yield from (str(folder) for folder in (one, *one.parents) if folder != Path())
+
+
+def _code_roots() -> list[tuple[str, str]]:
+    """Return folders of installed code, with the prefix of paths below them that are kept."""
+    paths = sysconfig.get_paths()
+    installed = [(paths[name], "") for name in ("purelib", "platlib", "stdlib")]
+    return [*installed, (str(Path(mlxcache.__file__).parent.parent), "mlxcache/")]
+
+
+def _url(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return CUT
+    if parts.hostname not in HOSTS or "@" in parts.netloc:
+        return CUT
+    return url.partition("?")[0].replace("/", _SLASH)
+
+
+def _path(path: str) -> str:
+    public = _PUBLIC.search(path)
+    return f"{CUT}/{public[1]}" if public else CUT

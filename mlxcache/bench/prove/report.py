@@ -1,13 +1,101 @@
-"""Report of `mlxcache prove`: Markdown for people, JSON for programs."""
+"""What scenarios found, and the report made of it: Markdown for people, JSON for programs."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, Literal
 
-from mlxcache.bench.prove.findings import Figure, Findings, Rows
+from mlxcache.bench.checks import Check
+
+Status = Literal["done", "failed", "not run", "not applicable"]
+
+
+@dataclass(slots=True)
+class Figure:
+    """Samples of one quantity, in s, bytes, bytes/s, tokens, tokens/s, or no unit."""
+
+    unit: str
+    samples: list[float] = field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        return median(self.samples)
+
+
+Rows = dict[str, dict[str, Figure]]
+
+
+@dataclass(frozen=True, slots=True)
+class Unchecked:
+    """A bound that was not checked, and why. Its fields are those of `Check`."""
+
+    name: str
+    why: str
+    measured: float | None
+    bound: float
+    unit: str = ""
+    least: bool = False
+
+
+@dataclass(slots=True)
+class Findings:
+    """Result of a scenario on one model; figures by title, row and column.
+
+    `unchecked` are bounds for which a figure is missing or proves nothing, `not_run` measurements
+    that were left out, and `error` says why the scenario failed or was not run at all.
+    """
+
+    name: str
+    model: str
+    status: Status = "done"
+    error: str | None = None
+    seconds: float = 0.0
+    tables: dict[str, Rows] = field(default_factory=dict)
+    checks: list[Check] = field(default_factory=list)
+    unchecked: list[Unchecked] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    not_run: list[str] = field(default_factory=list)
+
+    def add(self, table: str, row: str, column: str, unit: str, *values: float) -> None:
+        if values:
+            rows = self.tables.setdefault(table, {})
+            rows.setdefault(row, {}).setdefault(column, Figure(unit)).samples.extend(values)
+
+    def figure(self, table: str, row: str, column: str) -> Figure | None:
+        return self.tables.get(table, {}).get(row, {}).get(column)
+
+    def hold(self, checks: Iterable[Check], *, why_not: str | None = None) -> None:
+        """Append bounds, unchecked if there is a reason why the figures cannot show them."""
+        for check in checks:
+            if why_not is None:
+                self.checks.append(check)
+            else:
+                self.unchecked.append(Unchecked(why=why_not, **asdict(check)))
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all fields as an object for JSON, with the median of each figure."""
+        value = asdict(self)
+        for rows in value["tables"].values():
+            for columns in rows.values():
+                for figure in columns.values():
+                    figure |= {"median": median(figure["samples"]), "runs": len(figure["samples"])}
+        value["checks"] = [asdict(check) | {"ok": check.ok} for check in self.checks]
+        return value
+
+    def merge(self, other: Findings) -> None:
+        """Take over the figures, bounds, notes and omissions of `other`, but not its end."""
+        self.tables |= other.tables
+        self.checks += other.checks
+        self.unchecked += other.unchecked
+        self.notes += other.notes
+        self.not_run += other.not_run
+
+
+# -- the report ------------------------------------------------------------------------------------
 
 FORMAT = 1
 CLOSING = (
@@ -17,12 +105,7 @@ CLOSING = (
 
 
 def as_json(machine: Mapping[str, Any], run: Mapping[str, Any], all: Sequence[Findings]) -> str:
-    """Return the JSON text of the report, with every sample of each figure.
-
-    `machine` is the result of `describe_machine`, `run` has the options and times of the command by
-    name, and `all` the findings of each scenario and model. Times are in seconds, and sizes in
-    bytes.
-    """
+    """Return the JSON text of the report, with every sample; seconds and bytes."""
     value = {
         "format": FORMAT,
         "machine": machine,
@@ -33,10 +116,7 @@ def as_json(machine: Mapping[str, Any], run: Mapping[str, Any], all: Sequence[Fi
 
 
 def as_markdown(machine: Mapping[str, Any], run: Mapping[str, Any], all: Sequence[Findings]) -> str:
-    """Return the report as a Markdown page, with the median of each figure.
-
-    The parameters are those of `as_json`.
-    """
+    """Return the report as a Markdown page, with the median of each figure."""
     lines = ["# mlxcache prove", "", *_machine(machine, run), *_bounds(all), *_left_out(all)]
     for found in all:
         if found.tables or found.notes:
@@ -49,10 +129,7 @@ def as_markdown(machine: Mapping[str, Any], run: Mapping[str, Any], all: Sequenc
 
 
 def write(file: Path, markdown: str, json_text: str) -> Path:
-    """Write the report to `file`, and the JSON beside it with the suffix .json.
-
-    Returns the path of the JSON file. Both files are overwritten. Raises OSError.
-    """
+    """Write the report, and the JSON beside it, whose path is returned. Raises OSError."""
     file.write_text(markdown, encoding="utf-8")
     beside = file.with_suffix(".json")
     beside.write_text(json_text, encoding="utf-8")
@@ -83,11 +160,10 @@ def _bounds(all: Sequence[Findings]) -> Iterator[str]:
             yield f"| {_cell(name)} | {check.measured:.3g} | {sign} {check.bound:g} | {verdict} |"
         for one in found.unchecked:
             sign = "≥" if one.least else "≤"
+            name = f"{one.name} ({found.model})"
             measured = "" if one.measured is None else f"{one.measured:.3g}"
-            yield (
-                f"| {_cell(one.name)} ({_cell(found.model)}) | {measured} | {sign} "
-                f"{one.bound:g} | not checked: {_cell(one.why)} |"
-            )
+            why = f"not checked: {_cell(one.why)}"
+            yield f"| {_cell(name)} | {measured} | {sign} {one.bound:g} | {why} |"
 
 
 def _left_out(all: Sequence[Findings]) -> Iterator[str]:
@@ -123,10 +199,7 @@ def _figure(figure: Figure | None) -> str:
 
 
 def quantity(unit: str, value: float) -> str:
-    """Format a value with its unit, as for `Figure`.
-
-    Bytes become MB or GB (of a million or 10^9 bytes), and seconds below 1 become ms.
-    """
+    """Format a value with its unit, as for `Figure`: bytes as MB or GB, seconds below 1 as ms."""
     rate = "/s" if unit == "bytes/s" else ""
     if unit in ("bytes", "bytes/s"):
         size, name = (value / 1e9, "GB") if value >= 1e9 else (value / 1e6, "MB")

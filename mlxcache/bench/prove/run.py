@@ -3,53 +3,110 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import psutil
 
-from mlxcache.bench.prove import first_token, speed
-from mlxcache.bench.prove.awake import awake
-from mlxcache.bench.prove.child import in_child
-from mlxcache.bench.prove.churn import churn
-from mlxcache.bench.prove.clock import Clock, TimeUp
+from mlxcache.bench.process import run_to_end, tail
+from mlxcache.bench.prove import outside
 from mlxcache.bench.prove.context import (
+    Clock,
     Context,
     NotApplicable,
+    Scale,
     Subject,
+    TimeUp,
     read_config,
     usable_bytes,
 )
-from mlxcache.bench.prove.findings import Findings
-from mlxcache.bench.prove.loading import load_in_child
-from mlxcache.bench.prove.machine import device_info
-from mlxcache.bench.prove.privacy import private_strings, scrub
-from mlxcache.bench.prove.scale import Scale
+from mlxcache.bench.prove.machine import device_info, private_strings, scrub
+from mlxcache.bench.prove.report import Findings
+from mlxcache.errors import ModelError
 from mlxcache.model.random_model import Weights, make_random
+from mlxcache.typed import convert
 
 Scenario = Callable[[Context], None]
 T = TypeVar("T")
 
+CONTEXT_SHARE = 0.75
+"""Maximum share of the model's context for a prefix; the rest is left for replies."""
+
+
+class ChildFailed(Exception):
+    """Error raised if a child process fails, with the last lines of its standard error."""
+
+
+def in_child(name: str) -> Scenario:
+    """Return a function that runs the scenario `name` of `within` in a child process."""
+
+    def play(context: Context) -> None:
+        scale = scale_for(context.subject, context.scale)
+        if not context.fits(name, scale.deep):
+            return
+        context.on_step("an engine of its own")
+        model, folder = str(context.subject.path), str(context.folder / f"within-{name}")
+        options = {"model": model, "folder": folder, "scale": asdict(scale)}
+        value = _ask_child(name, options, context.folder)
+        if value["status"] == "not applicable":
+            raise NotApplicable(value["error"])
+        context.found.merge(convert(Findings, value))
+
+    return play
+
+
+def load_in_child(model: str, folder: Path) -> Path:
+    """Load a model in a child process, which can be ended at any time. Raises ModelError."""
+    try:
+        value = _ask_child("load", {"model": model}, folder)
+    except ChildFailed as why:
+        raise ModelError(f"{model} cannot be loaded: {why}") from why
+    if "error" in value:
+        raise ModelError(value["error"])
+    return Path(value["path"])
+
+
+def _ask_child(name: str, options: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    log = folder / f"within-{name}.log"
+    module = "mlxcache.bench.prove.within"
+    status, printed = run_to_end([sys.executable, "-m", module, name, json.dumps(options)], log)
+    if status or not printed:
+        raise ChildFailed(f"{name} ended with status {status}\n{tail(log, 12)}".rstrip())
+    value: dict[str, Any] = json.loads(printed[-1])
+    return value
+
+
+def scale_for(subject: Subject, scale: Scale) -> Scale:
+    """Return `scale`, reduced to what the model's context allows."""
+    most = round(CONTEXT_SHARE * subject.context_length)
+    if not most:
+        return scale
+    nbytes = most * (subject.kv_bytes_per_token or scale.disk_bytes)
+    return replace(scale, deep=min(scale.deep, most), disk_bytes=min(scale.disk_bytes, nbytes))
+
+
 SCENARIOS: Mapping[str, Scenario] = {
     "equality": in_child("equality"),
     "device_error": in_child("device_error"),
-    "first_token": first_token.short,
-    "decode": speed.decode,
-    "command_buffers": speed.command_buffers,
+    "first_token": outside.first_token,
+    "decode": outside.decode,
+    "command_buffers": outside.command_buffers,
     "speculation": in_child("speculation"),
-    "prefill": speed.prefill,
+    "prefill": outside.prefill,
     "restore_speed": in_child("restore_speed"),
     "write_behind": in_child("write_behind"),
     "peak_memory": in_child("peak_memory"),
     "growth": in_child("growth"),
-    "awake": awake,
-    "churn": churn,
-    "first_token_long": first_token.long,
+    "awake": outside.awake,
+    "churn": outside.churn,
+    "first_token_long": outside.first_token_long,
 }
 """All scenarios, in the order in which they run on a model."""
 
@@ -72,12 +129,7 @@ LAST = ("first_token_long",)
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Options of one run of `mlxcache prove`.
-
-    If `model` is None, models with random weights are made: one of `size` for each of `weights`.
-    `names` are the scenarios, and `minutes` is the time limit of all. `out` is the report's path,
-    whose folder is not mentioned in the report.
-    """
+    """Options of one run; the folder of `out` is not mentioned in the report."""
 
     model: str | None
     size: str
@@ -89,47 +141,35 @@ class Options:
 
 
 class LazySubject:
-    """A model that is made or loaded when it is first needed."""
-
     def __init__(self, label: str, make: Callable[[], Subject]):
         self.label = label
         self._make = make
-        self._subject: Subject | None = None
-        self._error: Exception | None = None
+        self._made: Subject | Exception | None = None
 
     def subject(self, clock: Clock) -> Subject:
-        """Return the model, which is made or loaded at the first call, within the time left.
-
-        Raises TimeUp, or the error of making the model; later calls raise the same error.
-        """
-        if self._error is not None:
-            raise self._error
-        if self._subject is None:
+        """Return the model, made at the first call within the time left. Raises its error again."""
+        if self._made is None:
             try:
                 with clock.bounding():
-                    self._subject = self._make()
+                    self._made = self._make()
+                self.label = self._made.label
             except TimeUp as why:
-                self._error = TimeUp(f"no model: {why}")
-                raise self._error from why
-            except Exception as error:
-                self._error = error
-                raise
-        return self._subject
+                self._made = TimeUp(f"no model: {why}")
+            except Exception as error:  # noqa: BLE001 - it is raised below, at each call
+                self._made = error
+        if isinstance(self._made, Exception):
+            raise self._made
+        return self._made
 
 
 @dataclass(slots=True)
 class Proof:
-    """Scenarios of one run, and their findings so far (`found`).
-
-    `folder` receives all files but the report. `on_step` is called with a text at each step, and
-    `on_begin` with one for each scenario begun. `interrupted` is the reason why the run was cut
-    short, or None.
-    """
+    """Scenarios of one run, and their findings so far (`found`)."""
 
     options: Options
     folder: Path
     on_step: Callable[[str], None]
-    on_begin: Callable[[str], None] = lambda _: None
+    on_begin: Callable[[str], None]
     found: list[Findings] = field(default_factory=list)
     interrupted: str | None = None
     _making_s: float = 0.0
@@ -137,8 +177,7 @@ class Proof:
     def play(self) -> None:
         """Run every scenario that fits the time limit, and record the others as not run. Blocks.
 
-        The limit includes downloading and making models. Main thread only. Raises ModelError if the
-        user's model cannot be loaded.
+        Main thread only. Raises ModelError if the user's model cannot be loaded.
         """
         options = self.options
         clock = Clock(60 * options.minutes)
@@ -160,48 +199,32 @@ class Proof:
 
     def _subjects(self, clock: Clock) -> list[LazySubject]:
         options = self.options
-        if options.model is not None:
-            return [self._given(options.model, clock)]
-        return [
-            LazySubject(
-                f"{options.size} with random weights, {weights}",
-                partial(self._made, weights, clock),
-            )
-            for weights in options.weights
-        ]
-
-    def _given(self, model: str, clock: Clock) -> LazySubject:
-        """Load `model`, which the user named, and return it. Raises ModelError.
-
-        If the time limit passes first, raises nothing: the `subject` method of the result then
-        raises TimeUp. If Ctrl-C is pressed first, sets `interrupted`, so that no scenario is run.
-        """
-
-        def look() -> Subject:
-            folder = load_in_child(model, self.folder)
-            config = read_config(folder)
-            return Subject(folder, describe_config(config), config)
-
+        if options.model is None:
+            return [
+                LazySubject(_label(options.size, one), partial(self._random, one, clock))
+                for one in options.weights
+            ]
         self.on_step("loading the model, which may be downloaded first")
-        lazy = LazySubject("the model given", look)
+        lazy = LazySubject("the model given", partial(self._given, options.model))
         try:
-            subject = lazy.subject(clock)
+            lazy.subject(clock)
         except TimeUp:
-            return lazy
+            pass  # as each scenario will find
         except KeyboardInterrupt:
             self.interrupted = INTERRUPTED
-            return lazy
-        return LazySubject(subject.label, lambda: subject)
+        return [lazy]
 
-    def _made(self, weights: Weights, clock: Clock) -> Subject:
-        """Make a model with random weights.
+    def _given(self, model: str) -> Subject:
+        folder = load_in_child(model, self.folder)
+        config = read_config(folder)
+        return Subject(folder, describe_config(config), config)
 
-        Raises TimeUp if making the previous model took longer than the time left.
-        """
+    def _random(self, weights: Weights, clock: Clock) -> Subject:
+        """Make a model; TimeUp if making the previous one took longer than the time left."""
         if self._making_s > clock.left_s:
             raise TimeUp(f"about {self._making_s:.0f} s needed, {clock.left_s:.0f} s left")
         size = self.options.size
-        label = f"{size} with random weights, {weights}"
+        label = _label(size, weights)
         self.on_step(f"making the model: {label}")
         began = time.monotonic()
         folder = make_random(self.folder / f"{size}-{weights}", size, weights)
@@ -244,14 +267,16 @@ class Proof:
             found.status, found.error = "not run", found.not_run.pop(0)
 
 
+def _label(size: str, weights: Weights) -> str:
+    return f"{size} with random weights, {weights}"
+
+
 def planned(
     names: Sequence[str], subjects: Sequence[T], again: Sequence[str]
 ) -> Iterator[tuple[str, T]]:
-    """Yield the names of scenarios, each with a model to run it on, in the order of the run.
+    """Yield names of scenarios with a model to run them on, in order; those in `LAST` at the end.
 
-    All scenarios of `names` run on the first model, and those that are also in `again` on the
-    others. The order is that of the models, then that of `SCENARIOS`; those in `LAST` come at the
-    end.
+    All run on the first model, and those that are also in `again` on the others.
     """
     for last in (False, True):
         for number, subject in enumerate(subjects):
@@ -262,10 +287,7 @@ def planned(
 
 
 def describe_config(config: Mapping[str, object]) -> str:
-    """Return a short text on a model's architecture, sizes and bits, without its name or folder.
-
-    `config` is the content of its config.json.
-    """
+    """Return a model's architecture, sizes and bits as text, by its config.json."""
     text = config.get("text_config")
     sizes = text if isinstance(text, Mapping) else config
     layers, hidden = sizes.get("num_hidden_layers"), sizes.get("hidden_size")
@@ -280,12 +302,10 @@ def describe_config(config: Mapping[str, object]) -> str:
 
 
 def children() -> set[psutil.Process]:
-    """Return the running processes that this process and its children started."""
     return set(psutil.Process().children(recursive=True))
 
 
 def end_children(before: set[psutil.Process]) -> None:
-    """Kill all processes that `children` returns and that are not in `before`."""
     left = children() - before
     for child in left:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -294,7 +314,6 @@ def end_children(before: set[psutil.Process]) -> None:
 
 
 def _scrub(found: Findings, private: Sequence[str]) -> None:
-    """Apply `scrub` with the strings `private` to the texts of `found`, in place."""
     found.error = None if found.error is None else scrub(found.error, private)
     found.unchecked = [replace(one, why=scrub(one.why, private)) for one in found.unchecked]
     for texts in (found.notes, found.not_run):

@@ -2,7 +2,8 @@
 
 `python -m mlxcache.bench.prove.within NAME OPTIONS` runs one and prints the `Findings` as JSON in
 its last line. OPTIONS is a JSON object with `model` and `folder` (paths) and `scale` (the fields of
-`Scale`). A fatal error of the device thus ends only that process.
+`Scale`). A fatal error of the device thus ends only that process. The name `load` loads the model,
+so that a download or load can be ended at any time, and prints its `path`, or an `error`.
 """
 
 from __future__ import annotations
@@ -18,17 +19,16 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlxcache.bench.checks import Check, Measured
+from mlxcache.bench.checks import Check, Measured, middle
+from mlxcache.bench.disk import RESTORE_SHARE, restore_speed, write_beside
 from mlxcache.bench.inside import Inside, NotPlain, drained, running_inside
-from mlxcache.bench.measure import middle
-from mlxcache.bench.prove import equality
-from mlxcache.bench.prove.device_error import device_error
-from mlxcache.bench.prove.findings import Findings
-from mlxcache.bench.prove.guesses import speculation
-from mlxcache.bench.prove.scale import Scale
-from mlxcache.bench.restore_speed import restore_speed
-from mlxcache.bench.write_beside import write_beside
+from mlxcache.bench.prove.context import Scale
+from mlxcache.bench.prove.equality import device_error, matrix, random_ids, speculation
+from mlxcache.bench.prove.report import Findings
 from mlxcache.engine.runtime import ModelRuntime
+from mlxcache.errors import ModelError
+from mlxcache.model.load import ModelSpec, load
+from mlxcache.typed import convert
 from mlxcache.types import Text, Tokens, join_ids
 
 PEAK, GROWTH, DISK = "Memory of one decoding reply", "Growth of a KV buffer", "Disk tier"
@@ -68,11 +68,7 @@ async def peak_memory(inside: Inside, scale: Scale, found: Findings) -> None:
 
 
 async def growth(inside: Inside, scale: Scale, found: Findings) -> None:
-    """Measure what growing copies over some turns, and the time that it takes within a reply.
-
-    For the latter, memory is made short, so that buffers have little room. Raises ValueError if no
-    buffer grew then.
-    """
+    """Measure what growing copies over some turns, and, while memory is short, within a reply."""
     ids = await _grow_by_turns(inside, await _prefix(inside, scale.deep), found)
     ram = inside.core.kv.ram
     spare = max(0, ram.budget.free - ram.budget.limit // 8)
@@ -82,7 +78,6 @@ async def growth(inside: Inside, scale: Scale, found: Findings) -> None:
         prompt = _continued(inside, ids, run)
         stream = await inside.ask(prompt, max(512, scale.deep // 8), endless=True)
         intervals, grown = await _intervals(inside, stream)
-        await _ended(inside, stream)
         if not grown:
             raise ValueError(f"no buffer grew within {len(intervals) + 1} tokens")
         near, far = split_at(intervals, grown)
@@ -92,17 +87,14 @@ async def growth(inside: Inside, scale: Scale, found: Findings) -> None:
 
 
 async def _grow_by_turns(inside: Inside, ids: Tokens, found: Findings) -> Tokens:
-    """Let a conversation grow by a quarter in `TURNS` turns with pauses; return its token ids.
-
-    Adds a note on how many positions growing copied, and in how many first tokens or replies.
-    """
+    """Let a conversation grow by a quarter in `TURNS` turns with pauses; return its token ids."""
     first, late, copied = len(ids), 0, 0
     capacity = await inside.engine.call(_largest)
     for turn in range(TURNS):
         await asyncio.sleep(PAUSE_S)
         before = await inside.engine.call(_largest)
         copied += len(ids) * (before > capacity)
-        ids = join_ids(ids, equality.random_ids(first // (4 * TURNS), seed=50 + turn))
+        ids = join_ids(ids, random_ids(first // (4 * TURNS), seed=50 + turn))
         await drained(await inside.ask(ids, 1))
         capacity = await inside.engine.call(_largest)
         late += capacity > before
@@ -115,17 +107,11 @@ async def _grow_by_turns(inside: Inside, ids: Tokens, found: Findings) -> Tokens
 
 
 def _largest(core: ModelRuntime) -> int:
-    """Return the tokens that the largest idle buffers can hold."""
     return max((lineage.capacity for lineage in core.kv.ram.idle.values()), default=0)
 
 
 async def _intervals(inside: Inside, stream: Any) -> tuple[list[float], list[int]]:
-    """Measure the seconds between tokens of a reply, until a while after a KV buffer first grew.
-
-    The measurement ends `AFTER_GROWTH` intervals after that, or with the reply. `stream` is the
-    reply's stream of events. Returns the intervals in seconds, and the indices of those in which a
-    buffer grew.
-    """
+    """Return seconds between tokens until a while after a buffer grew, and where buffers grew."""
     intervals: list[float] = []
     grown: list[int] = []
     before, capacity = 0.0, 0
@@ -141,15 +127,16 @@ async def _intervals(inside: Inside, stream: Any) -> tuple[list[float], list[int
             before, capacity = now, held or capacity
             if grown and len(intervals) - grown[0] > AFTER_GROWTH:
                 break
+    await _ended(inside, stream)
     return intervals, grown
 
 
 def split_at(intervals: Sequence[float], grown: Sequence[int]) -> tuple[list[float], list[float]]:
     """Split intervals between tokens into those in which a buffer grew and all others.
 
-    `grown` holds the indices of intervals at whose end a buffer had grown. Steps are pipelined, so
-    growth may lengthen a neighbouring interval instead. For each index, the first list therefore
-    has the longest of that interval and its two neighbours. The second list has none of the three.
+    Steps are pipelined, so growth may lengthen a neighbouring interval instead. For each index in
+    `grown`, the first list therefore has the longest of that interval and its two neighbours. The
+    second list has none of the three.
     """
     near = {at for number in grown for at in range(max(0, number - 1), number + 2)}
     longest = [max(intervals[max(0, number - 1) : number + 2]) for number in grown]
@@ -164,11 +151,8 @@ def _capacity(inside: Inside) -> int:
 
 
 async def _prefix(inside: Inside, tokens: int) -> Tokens:
-    """Put KV of `tokens` random tokens into RAM and return the token ids.
-
-    The KV is random if the model caches nothing but KV. Otherwise a request computes it.
-    """
-    ids = equality.random_ids(tokens, seed=7)
+    """Put KV of `tokens` random tokens into RAM: random KV, or computed where it must be."""
+    ids = random_ids(tokens, seed=7)
     if inside.plain:
         await inside.put(ids)
     else:
@@ -177,20 +161,15 @@ async def _prefix(inside: Inside, tokens: int) -> Tokens:
 
 
 def _continued(inside: Inside, ids: Tokens, run: int) -> Tokens:
-    return join_ids(ids, equality.random_ids(8, seed=100 + run))
+    return join_ids(ids, random_ids(8, seed=100 + run))
 
 
 async def _ended(inside: Inside, stream: Any) -> None:
-    """Wait until a cancelled reply, whose stream of events is `stream`, has ended."""
     await inside.until(lambda: stream.over)
 
 
 async def _generated(stream: Any, count: int) -> None:
-    """Read a reply's stream of events until it has `count` tokens.
-
-    Tokens are counted by the request's record, since pieces of text that are read late may be
-    joined. Raises ValueError if the reply ends earlier.
-    """
+    """Read a reply until it has `count` tokens by its record: text that is read late is joined."""
     async for _ in stream:
         if stream.record.generated_tokens >= count:
             return
@@ -198,17 +177,13 @@ async def _generated(stream: Any, count: int) -> None:
 
 
 def _resident(_: object) -> int:
-    """Return the bytes of MLX's arrays in memory after all submitted work has ended.
-
-    The argument, which `Engine.call` passes to every action, is not used.
-    """
     mx.synchronize()
     return int(mx.get_active_memory())
 
 
 Scenario = Callable[[Inside, Scale, Findings], Awaitable[None]]
 ENGINE: Mapping[str, Scenario] = {
-    "equality": equality.matrix,
+    "equality": matrix,
     "peak_memory": peak_memory,
     "growth": growth,
 }
@@ -216,22 +191,15 @@ ENGINE: Mapping[str, Scenario] = {
 
 OwnScenario = Callable[[Path, Path, Scale, Findings], Awaitable[None]]
 OWN_ENGINE: Mapping[str, OwnScenario] = {"device_error": device_error, "speculation": speculation}
-"""Scenarios that start their own engine."""
 
 DiskScenario = Callable[[Path, Path, int, Callable[[str], None], int], Measured]
 ON_DISK: Mapping[str, DiskScenario] = {"restore_speed": restore_speed, "write_behind": write_beside}
-"""Scenarios of the disk tier, which start their own engine."""
 
 UNITS = {"_tokens_s": "tokens/s", "_bytes_s": "bytes/s", "_s": "s", "bytes": "bytes"}
-RESTORE = 0.70
 
 
 def disk(name: str, measured: Measured, scale: Scale, found: Findings) -> None:
-    """Add the figures of the disk scenario `name` to `found`, with their bounds.
-
-    `measured` has the figures and bounds. A list with a unit becomes several samples, and a text
-    becomes a note. Bounds of a quick run are added as unchecked, because it writes too little.
-    """
+    """Add figures with their bounds: a list with a unit as samples, a text as a note."""
     for figure, value in measured.figures.items():
         end = next((end for end in UNITS if figure.endswith(end)), "")
         column = figure.removesuffix(end).replace("_", " ") or "size"
@@ -245,51 +213,39 @@ def disk(name: str, measured: Measured, scale: Scale, found: Findings) -> None:
     quick = "a quick run writes too little" if scale.quick else None
     found.hold(measured.checks, why_not=quick)
     if name == "restore_speed" and not measured.checks:
-        ratio = Check("restoring, by plain reading", measured.figures["ratio"], RESTORE, least=True)
-        found.hold([ratio], why_not="the page cache was not dropped")
+        ratio = measured.figures["ratio"]
+        check = Check("restoring, by plain reading", ratio, RESTORE_SHARE, least=True)
+        found.hold([check], why_not="the page cache was not dropped")
 
 
-def run(name: str, model: Path, folder: Path, scale: Scale) -> Findings:
-    """Run the scenario `name` in this process and return its findings.
-
-    `model` is the model's folder, and `folder` gets the cache. Raises the scenario's errors.
-    """
-    found = Findings(name, "")
-    if name in ON_DISK:
-        check = ON_DISK[name]
-        disk(name, check(model, folder, scale.runs, _ignore, scale.disk_bytes), scale, found)
-        return found
-
-    async def play() -> None:
-        if name in OWN_ENGINE:
-            await OWN_ENGINE[name](model, folder, scale, found)
-            return
-        async with running_inside(model, folder, ram="auto") as inside:
-            await ENGINE[name](inside, scale, found)
-
-    asyncio.run(play())
-    return found
+async def _run(name: str, model: Path, folder: Path, scale: Scale, found: Findings) -> None:
+    if name in OWN_ENGINE:
+        await OWN_ENGINE[name](model, folder, scale, found)
+        return
+    async with running_inside(model, folder, ram="auto") as inside:
+        await ENGINE[name](inside, scale, found)
 
 
-def _ignore(_: str) -> None:
-    """Ignore a step, because a child process shows no progress."""
-
-
-def main() -> None:
-    """Run the scenario named on the command line, print its findings as JSON, and exit."""
-    name, options = sys.argv[1], json.loads(sys.argv[2])
-    scale = Scale(**{key: _frozen(value) for key, value in options["scale"].items()})
+def answer(name: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    if name == "load":
+        try:
+            return {"path": str(load(ModelSpec(options["model"])).path)}
+        except ModelError as error:
+            return {"error": str(error)}
+    scale = convert(Scale, options["scale"])
+    model, folder, found = Path(options["model"]), Path(options["folder"]), Findings(name, "")
     try:
-        found = run(name, Path(options["model"]), Path(options["folder"]), scale)
+        if name in ON_DISK:
+            play = ON_DISK[name]
+            measured = play(model, folder, scale.runs, lambda _: None, scale.disk_bytes)
+            disk(name, measured, scale, found)
+        else:
+            asyncio.run(_run(name, model, folder, scale, found))
     except NotPlain as why:
         found = Findings(name, "", "not applicable", str(why))
-    print(json.dumps(found.as_json()), flush=True)
-    os._exit(0)  # MLX's destructors may abort while a thread of it ends
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+    return found.as_json()
 
 
 if __name__ == "__main__":
-    main()
+    print(json.dumps(answer(sys.argv[1], json.loads(sys.argv[2]))), flush=True)
+    os._exit(0)  # MLX's destructors may abort while a thread of it ends

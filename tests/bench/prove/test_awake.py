@@ -11,12 +11,10 @@ from typing import Any
 
 import pytest
 
-from mlxcache.bench.prove import awake as module
-from mlxcache.bench.prove.awake import NotHeld, asserting, awake
-from mlxcache.bench.prove.clock import Clock
-from mlxcache.bench.prove.context import Context, NotApplicable, Subject
-from mlxcache.bench.prove.findings import Findings
-from mlxcache.bench.prove.scale import QUICK
+from mlxcache.bench.prove import outside as module
+from mlxcache.bench.prove.context import QUICK, Clock, Context, NotApplicable, Subject
+from mlxcache.bench.prove.outside import NotHeld, asserting, awake
+from mlxcache.bench.prove.report import Findings
 
 LINE = '   pid {pid}(caffeinate): [0x1] 00:00:01 PreventUserIdleSystemSleep named: "caffeinate"'
 
@@ -54,7 +52,7 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
         class Prepared(Context):
             @contextmanager
-            def serving(self, *_: str, variables: Any = None) -> Iterator[Any]:
+            def serving(self, *_: str, **variables: str) -> Iterator[Any]:
                 yield server
 
             @property

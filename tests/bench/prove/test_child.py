@@ -6,11 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from mlxcache.bench.prove.child import ChildFailed, in_child, scale_for
-from mlxcache.bench.prove.clock import Clock
-from mlxcache.bench.prove.context import Context, NotApplicable, Subject, read_config
-from mlxcache.bench.prove.findings import Findings
-from mlxcache.bench.prove.scale import FULL, QUICK
+from mlxcache.bench.prove.context import (
+    FULL,
+    QUICK,
+    Clock,
+    Context,
+    NotApplicable,
+    Subject,
+    read_config,
+)
+from mlxcache.bench.prove.report import Findings
+from mlxcache.bench.prove.run import ChildFailed, in_child, scale_for
 from tests.toys.toy import make_toy
 
 

@@ -23,10 +23,10 @@ from typer.testing import CliRunner
 from mlxcache.bench.checks import Check
 from mlxcache.bench.prove import report
 from mlxcache.bench.prove.command import LastingConsole, steps, why_failed
-from mlxcache.bench.prove.findings import Findings
-from mlxcache.bench.prove.privacy import private_strings
+from mlxcache.bench.prove.context import QUICK
+from mlxcache.bench.prove.machine import private_strings
+from mlxcache.bench.prove.report import Findings
 from mlxcache.bench.prove.run import IF_NAMED, SCENARIOS, Options, Proof
-from mlxcache.bench.prove.scale import QUICK
 from mlxcache.cli.main import app
 from tests.toys.toy import make_toy
 

@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 
 from mlxcache.bench.device_faults import FailingDevice
-from mlxcache.bench.prove import device_error as module
-from mlxcache.bench.prove.device_error import TITLE, device_error
-from mlxcache.bench.prove.equality import Unequal
-from mlxcache.bench.prove.findings import Findings, Rows
-from mlxcache.bench.prove.scale import QUICK
+from mlxcache.bench.prove import equality as module
+from mlxcache.bench.prove.context import QUICK
+from mlxcache.bench.prove.equality import ERRORS_TITLE, Unequal, device_error
+from mlxcache.bench.prove.report import Findings, Rows
 from mlxcache.model.random_model import make_random
 
 
@@ -21,7 +20,7 @@ def play(tmp_path: Path, runs: int = 2) -> Rows:
     model, found = make_random(tmp_path / "model", "tiny"), Findings("device_error", "")
     scale = replace(QUICK, runs=runs)
     asyncio.run(device_error(model, tmp_path / "cache", scale, found))
-    return found.tables[TITLE]
+    return found.tables[ERRORS_TITLE]
 
 
 def test_every_reply_is_right_or_ends_in_an_error(tmp_path: Path) -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mlxcache.bench.inside import Inside, running_inside
 from mlxcache.bench.prove import equality
+from mlxcache.bench.prove.context import QUICK
 from mlxcache.bench.prove.equality import BESIDE, RESTORED, WARM, Unequal, compare, matrix
-from mlxcache.bench.prove.findings import Findings
-from mlxcache.bench.prove.scale import QUICK
+from mlxcache.bench.prove.report import Findings
 from mlxcache.model.random_model import make_random
 from mlxcache.types import TokenLogprob, Tokens
 
@@ -60,12 +61,11 @@ def test_a_right_cache_is_equal_in_every_way(tmp_path: Path) -> None:
 def test_a_wrong_cache_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random KV in the place of what the prefix computes to."""
 
-    async def wrong(inside: Inside, ids: Tokens, way: str) -> equality.Heard:
+    async def wrong(inside: Inside, ids: Tokens, way: str) -> Any:
         await inside.clear()
         await inside.put(ids[: -equality.TAIL])
         if way == RESTORED:
-            await inside.schedule_write(ids[: -equality.TAIL])
-            await inside.written()
+            await inside.write(ids[: -equality.TAIL])
             await inside.forget()
         return await equality.hear(inside, ids)
 
@@ -79,7 +79,7 @@ def test_a_reply_that_reused_nothing_proves_nothing(
 ) -> None:
     """Cold is always equal to cold."""
 
-    async def cold(inside: Inside, ids: Tokens, way: str) -> equality.Heard:
+    async def cold(inside: Inside, ids: Tokens, way: str) -> Any:
         await inside.clear()
         return await equality.hear(inside, ids)
 

@@ -9,18 +9,18 @@ from pathlib import Path
 import pytest
 
 from mlxcache.bench.inside import NotPlain
-from mlxcache.bench.prove.equality import Unequal
-from mlxcache.bench.prove.findings import Findings
-from mlxcache.bench.prove.guesses import (
+from mlxcache.bench.prove.context import QUICK
+from mlxcache.bench.prove.equality import (
     AGAIN,
     COSTS,
     NEW,
     SAME,
     SPEED,
+    Unequal,
     first_difference,
     speculation,
 )
-from mlxcache.bench.prove.scale import QUICK
+from mlxcache.bench.prove.report import Findings
 from mlxcache.model import kv
 from mlxcache.model.random_model import make_random
 from mlxcache.types import TokenLogprob

@@ -10,8 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from mlxcache.bench.prove.machine import describe_machine, device_info
-from mlxcache.bench.prove.privacy import private_strings, scrub
+from mlxcache.bench.prove.machine import (
+    describe_machine,
+    device_info,
+    private_strings,
+    scrub,
+)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from mlxcache.bench.checks import Check
 from mlxcache.bench.prove import report
-from mlxcache.bench.prove.findings import Findings, Unchecked
+from mlxcache.bench.prove.report import Findings, Unchecked
+from mlxcache.typed import convert
 
 
 def findings() -> Findings:
@@ -68,5 +69,5 @@ def test_the_json_has_every_sample_and_comes_back(tmp_path: Path) -> None:
     assert figure == expected
     assert [check["ok"] for check in value["checks"]] == [False, True]
     again = Findings("decode", "tiny, 4bit", seconds=3.2)
-    again.merge(value)
+    again.merge(convert(Findings, value))
     assert again == findings()

@@ -14,9 +14,16 @@ import psutil
 import pytest
 
 from mlxcache.bench.prove import run
-from mlxcache.bench.prove.clock import Clock, TimeUp
-from mlxcache.bench.prove.context import Context, NotApplicable, Subject, read_config
-from mlxcache.bench.prove.findings import Findings
+from mlxcache.bench.prove.context import (
+    QUICK,
+    Clock,
+    Context,
+    NotApplicable,
+    Subject,
+    TimeUp,
+    read_config,
+)
+from mlxcache.bench.prove.report import Findings
 from mlxcache.bench.prove.run import (
     Options,
     Proof,
@@ -25,7 +32,6 @@ from mlxcache.bench.prove.run import (
     end_children,
     planned,
 )
-from mlxcache.bench.prove.scale import QUICK
 from tests.toys.toy import make_toy
 
 
@@ -46,7 +52,8 @@ def played(
     proof = Proof(
         Options(str(toy), "tiny", ("bfloat16",), list(scenarios), QUICK, minutes),
         tmp_path,
-        lambda _: None,
+        print,
+        print,
     )
     proof.play()
     return proof.found

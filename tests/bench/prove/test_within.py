@@ -12,8 +12,8 @@ import mlx.core as mx
 
 from mlxcache.bench.checks import Check, Measured
 from mlxcache.bench.inside import running_inside
-from mlxcache.bench.prove.findings import Findings
-from mlxcache.bench.prove.scale import FULL, QUICK
+from mlxcache.bench.prove.context import FULL, QUICK
+from mlxcache.bench.prove.report import Findings
 from mlxcache.bench.prove.within import DISK, disk, peak_memory, split_at
 from mlxcache.model import kv
 from mlxcache.model.load import Loaded
