@@ -17,7 +17,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 from rich.console import Console
 
-from mlxcache.bench import replay, report
+from mlxcache.bench import report
 from mlxcache.bench.checks import Check
 from mlxcache.bench.client import Client, Refused
 from mlxcache.bench.measure import (
@@ -40,7 +40,7 @@ from mlxcache.bench.process import (
     ours,
     parse_against,
 )
-from mlxcache.bench.replay import Replay
+from mlxcache.bench.replay import Replay, show_replay
 from mlxcache.bench.scenarios import PARTING, SCENARIOS, Visit
 from mlxcache.bench.text import Filler
 from mlxcache.config import parse_size
@@ -262,16 +262,13 @@ class Bench:
             results, servers = self._measure(model, "speed", names, own)
         if own is None:
             results.failures.append(f"{model} cannot be measured without a server")
-        report.show(self.console, results, servers)
-        self.found |= report.as_json(results, servers)
-        self._hold(results)
+        self.found |= self._report(results, servers)
 
     def family(self, model: Path, names: Sequence[str], family: str) -> None:
         """Run the scenarios `names` at every server with a model of one architecture."""
         results, servers = self._measure(model, family, names, None)
-        report.show(self.console, results, servers, family)
-        self.found.setdefault("families", {})[family] = report.as_json(results, servers)
-        self._hold(results, f"{family}: ")
+        found = self._report(results, servers, family)
+        self.found.setdefault("families", {})[family] = found
 
     def restart(self, model: Path, name: str = "restart") -> None:
         """Measure first tokens after every server was killed and started again."""
@@ -286,17 +283,10 @@ class Bench:
 
     def trace(self, model: Path, plan: Replay) -> None:
         """Replay the trace of `plan` at every server with equal RAM."""
-        options = self.options
+        launches, wait_s = self.options.launches, self.options.wait_s
         with self.console.status("trace") as status:
-            found = replay.replay(
-                plan,
-                model,
-                self.folder,
-                options.launches,
-                wait_s=options.wait_s,
-                status=status.update,
-            )
-        replay.show(self.console, plan, found)
+            found = plan.play(model, self.folder, launches, wait_s=wait_s, status=status.update)
+        show_replay(self.console, plan, found)
         self.found["trace"] = found
 
     def ours(self, name: str, *extra: str) -> Launch:
@@ -329,9 +319,14 @@ class Bench:
             plan = Plan(scenarios, options.runs, visit, status.update, options.keep)
             return measure(plan, lives, own), servers
 
-    def _hold(self, results: Results, prefix: str = "") -> None:
-        found = speed_checks(results, [one.name for one in self.options.launches])
-        self.checks += [replace(check, name=f"{prefix}{check.name}") for check in found]
+    def _report(
+        self, results: Results, servers: Sequence[Server], family: str = ""
+    ) -> dict[str, Any]:
+        report.show(self.console, results, servers, family)
+        prefix = f"{family}: " if family else ""
+        for check in speed_checks(results, [one.name for one in self.options.launches]):
+            self.checks.append(replace(check, name=f"{prefix}{check.name}"))
+        return report.as_json(results, servers)
 
 
 def conduct(

@@ -61,6 +61,31 @@ class Replay:
         simulation = Simulation(examined.layout, Memory(UNLIMITED), SPEED, at_once=1)
         return list(simulation.run(self.trace, self.users).order)
 
+    def play(
+        self,
+        model: Path,
+        folder: Path,
+        others: Iterable[Launch],
+        *,
+        wait_s: float,
+        status: Callable[[str], None],
+    ) -> dict[str, dict[str, Any]]:
+        """Replay the trace at mlxcache and `others` in turn; return the figures by server's name.
+
+        Raises Refused if a server refuses a request, and NotStarted.
+        """
+        order, filler = self.order(model), Filler(model)
+        found: dict[str, dict[str, Any]] = {}
+        for launch in self.launches(folder, others):
+            with running(launch, model, folder, wait_s) as server:
+
+                def on_reply(done: int, name: str = launch.name) -> None:
+                    status(f"{name}: {done} of {len(order)} requests")
+
+                replies = Player(server.client, filler).play(order, on_reply)
+                found[launch.name] = figures(replies, server.peak_bytes)
+        return found
+
     def launches(self, folder: Path, others: Iterable[Launch]) -> Iterator[Launch]:
         """Yield how to start each server: mlxcache with its disk and without, then `others`.
 
@@ -136,33 +161,7 @@ class Player:
         return messages
 
 
-def replay(
-    plan: Replay,
-    model: Path,
-    folder: Path,
-    others: Iterable[Launch],
-    *,
-    wait_s: float,
-    status: Callable[[str], None],
-) -> dict[str, dict[str, Any]]:
-    """Replay a trace at each server in turn, mlxcache and `others`; return the figures by name.
-
-    Raises Refused if a server refuses a request, and NotStarted.
-    """
-    order, filler = plan.order(model), Filler(model)
-    found: dict[str, dict[str, Any]] = {}
-    for launch in plan.launches(folder, others):
-        with running(launch, model, folder, wait_s) as server:
-
-            def on_reply(done: int, name: str = launch.name) -> None:
-                status(f"{name}: {done} of {len(order)} requests")
-
-            replies = Player(server.client, filler).play(order, on_reply)
-            found[launch.name] = figures(replies, server.peak_bytes)
-    return found
-
-
-def show(console: Console, plan: Replay, found: Mapping[str, Mapping[str, Any]]) -> None:
+def show_replay(console: Console, plan: Replay, found: Mapping[str, Mapping[str, Any]]) -> None:
     """Print a table with a row of figures for each server."""
     console.print(
         f"\nA trace of {len(plan.trace.requests):,} requests ({plan.trace.form}), "

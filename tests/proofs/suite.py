@@ -19,7 +19,7 @@ from mlxcache.bench.replay import Replay
 from mlxcache.bench.scenarios import PARTING, SCENARIOS
 from mlxcache.bench.text import Filler
 from mlxcache.model.hub import resolve
-from tests.proofs import beside, budget, memory, models
+from tests.proofs import models, under_load
 from tests.proofs.guided import guided
 
 ModelMaker = Callable[[Path], Path]
@@ -27,11 +27,11 @@ MemoryCheck = Callable[[Server, Filler, float], Measured]
 DiskCheck = Callable[[Path, Path, int, Callable[[str], None]], Measured]
 
 MEMORY: dict[str, tuple[MemoryCheck, ModelMaker, tuple[str, ...]]] = {
-    "shared_system": (memory.shared_system, models.light, ()),
-    "joined": (memory.joined, models.light, ()),
-    "crowded": (budget.crowded, models.heavy, ("--ram", budget.RAM)),
-    "observed": (budget.observed, models.heavy, ("--ram", budget.OBSERVED)),
-    "long_prefill": (beside.long_prefill, models.light, ()),
+    "shared_system": (under_load.shared_system, models.light, ()),
+    "joined": (under_load.joined, models.light, ()),
+    "crowded": (under_load.crowded, models.heavy, ("--ram", under_load.RAM)),
+    "observed": (under_load.observed, models.heavy, ("--ram", under_load.OBSERVED)),
+    "long_prefill": (under_load.long_prefill, models.light, ()),
 }
 """Each runs against a server of its own: the check, the default model, and the server's flags."""
 

@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -57,20 +57,31 @@ class Count:
 @contextlib.contextmanager
 def counting(pid: int) -> Iterator[Count]:
     """Sample process `pid` every 20 ms while the block lasts."""
-    count, over = Count(), threading.Event()
-    process = psutil.Process(pid)
+    count, process = Count(), psutil.Process(pid)
+
+    def look() -> None:
+        count.footprints.append(read_footprint(pid))
+        if (read := _read_bytes(process)) is not None:
+            count.reads.append(read)
+        count.times.append(time.perf_counter())
+
+    with sampling(look, SAMPLE_S):
+        yield count
+
+
+@contextlib.contextmanager
+def sampling(look: Callable[[], None], seconds: float) -> Iterator[None]:
+    """Call `look` in a thread every so many seconds while the block lasts."""
+    over = threading.Event()
 
     def loop() -> None:
-        while not over.wait(SAMPLE_S):
-            count.footprints.append(read_footprint(pid))
-            if (read := _read_bytes(process)) is not None:
-                count.reads.append(read)
-            count.times.append(time.perf_counter())
+        while not over.wait(seconds):
+            look()
 
     thread = threading.Thread(target=loop, daemon=True)
     thread.start()
     try:
-        yield count
+        yield
     finally:
         over.set()
         thread.join()

@@ -6,7 +6,7 @@ Compared are replies from the cache, on a device that fails unnoticed, and with 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -250,21 +250,6 @@ def free_costs() -> PassCosts:
     return PassCosts({1: [(tokens, 1e-6 * (1 + 1e-3 * tokens)) for tokens in LENGTHS]})
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
-    tokens: Said
-    record: RequestRecord
-
-    @property
-    def speed(self) -> float:
-        return self.record.generated_tokens / max(1e-9, self.record.timing["decode_s"])
-
-    @property
-    def per_pass(self) -> float:
-        tokens = self.record.generated_tokens
-        return tokens / max(1, tokens - self.record.accepted_tokens)
-
-
 async def speculation(model: Path, folder: Path, scale: Scale, found: Findings) -> None:
     """Measure costs of passes, check that guesses change no text, and measure their speed.
 
@@ -304,9 +289,9 @@ async def _compare_guessed(
     for length in scale.equal:
         ids, row = random_ids(length, seed=length), f"{length:,} tokens"
         tolerance = tolerance_for(await rounding_of(inside, ids))
-        plain = await _reply(inside, ids, tokens, guess=False, top=True)
+        plain, _ = await _reply(inside, ids, tokens, guess=False, top=True)
         # most tokens drawn, but not all, are the likeliest ones
-        margin = median(one.top[0][2] - one.top[1][2] for one in plain.tokens)
+        margin = median(one.top[0][2] - one.top[1][2] for one in plain)
         temperature = max(1e-3, PARTING * margin)
         await inside.engine.call(lambda _: guesses.set_costs(free_costs()))
         for seed in range(ALIKE):
@@ -315,14 +300,14 @@ async def _compare_guessed(
         replies = [await _reply(inside, ids, tokens, top=True) for _ in range(2)]
         await inside.engine.call(lambda _: guesses.set_costs(measured))
         found.add(SAME, row, "tolerance", "", tolerance)
-        for name, reply in zip(("first reply", "same reply again"), replies, strict=True):
-            apart = compared.add(plain.tokens, reply.tokens, tolerance, f"{name} at {row}")
-            ties = first_difference(plain.tokens, reply.tokens) is not None
+        for name, (said, record) in zip(("first reply", "same reply again"), replies, strict=True):
+            apart = compared.add(plain, said, tolerance, f"{name} at {row}")
+            ties = first_difference(plain, said) is not None
             found.add(SAME, row, f"{name}: apart", "", apart)
             found.add(SAME, row, f"{name}: parted at a tie", "", float(ties))
-            found.add(SAME, row, f"{name}: guessed", "tokens", reply.record.drafted_tokens)
-            found.add(SAME, row, f"{name}: right", "tokens", reply.record.accepted_tokens)
-        if not replies[1].record.accepted_tokens:
+            found.add(SAME, row, f"{name}: guessed", "tokens", record.drafted_tokens)
+            found.add(SAME, row, f"{name}: right", "tokens", record.accepted_tokens)
+        if not record.accepted_tokens:
             compared.wrong.append(f"{row}: no guess was right, so the comparison proves nothing")
     return compared
 
@@ -340,14 +325,17 @@ async def _measure_speed(inside: Inside, scale: Scale, run: int, found: Findings
         ids = random_ids(scale.decode[0], seed=1000 + 2 * run + (kind == AGAIN))
         if kind == AGAIN:
             await _reply(inside, ids, tokens, sampling=sampling)
-        replies: dict[bool, Reply] = {}
+        speeds = dict[bool, float]()
         for guess in (True, False) if run % 2 else (False, True):
-            replies[guess] = await _reply(inside, ids, tokens, guess=guess, sampling=sampling)
-        found.add(SPEED, kind, "without guesses", "tokens/s", replies[False].speed)
-        found.add(SPEED, kind, "with guesses", "tokens/s", replies[True].speed)
-        ratio = replies[True].speed / replies[False].speed
-        found.add(SPEED, kind, "by that without guesses", "", ratio)
-        found.add(SPEED, kind, "tokens a pass", "", replies[True].per_pass)
+            _, record = await _reply(inside, ids, tokens, guess=guess, sampling=sampling)
+            made = record.generated_tokens
+            speeds[guess] = made / max(1e-9, record.timing["decode_s"])
+            if guess:
+                per_pass = made / max(1, made - record.accepted_tokens)
+        found.add(SPEED, kind, "without guesses", "tokens/s", speeds[False])
+        found.add(SPEED, kind, "with guesses", "tokens/s", speeds[True])
+        found.add(SPEED, kind, "by that without guesses", "", speeds[True] / speeds[False])
+        found.add(SPEED, kind, "tokens a pass", "", per_pass)
 
 
 async def _reply(
@@ -358,10 +346,10 @@ async def _reply(
     guess: bool = True,
     top: bool = False,
     sampling: Sampling = GREEDY,
-) -> Reply:
+) -> tuple[Said, RequestRecord]:
     likeliest = TOP if top else None
     stream = await inside.ask(
         ids, tokens, endless=True, top=likeliest, sampling=sampling, speculate=guess
     )
     said, _ = await drained(stream)
-    return Reply(said, stream.record)
+    return said, stream.record
