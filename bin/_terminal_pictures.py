@@ -22,7 +22,7 @@ from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 from typer.testing import CliRunner
 
-from mlxcache.cli.launch.chooser import GB, print_menu
+from mlxcache.cli.launch.launching import GB, print_menu
 from mlxcache.cli.main import app
 
 FOLDER = Path(__file__).parents[1] / "docs" / "images"

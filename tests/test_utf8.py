@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mlxcache.cli.agent_settings import read_object
+from mlxcache.cli.connect import read_object
 from mlxcache.config import load_settings
 from mlxcache.config.keys import read_keys
 from mlxcache.errors import BadRequest, ConfigError, ModelError

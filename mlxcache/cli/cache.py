@@ -1,25 +1,27 @@
-"""Commands of the group `mlxcache cache`: stats, check, prune and clear."""
+"""Commands of the group `mlxcache cache`, their figures under headings, and `mlxcache warm`."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, NamedTuple
 
 import typer
+from rich.text import Text
 
 from mlxcache.cli import show
-from mlxcache.cli.confirm import Yes, confirm, require_terminal_or_yes
-from mlxcache.cli.figures import print_figures
-from mlxcache.cli.output import console, reporting
+from mlxcache.cli.options import TARGET, Where, find_server, located, positive_size
+from mlxcache.cli.output import Yes, confirm, console, reporting, require_terminal_or_yes
 from mlxcache.cli.progress import count_bar
-from mlxcache.cli.shared import prune_remote, show_remote
-from mlxcache.cli.show import Result
-from mlxcache.cli.target import TARGET, Where, located
-from mlxcache.config import Settings, format_size, load_settings, parse_size
-from mlxcache.errors import ConfigError
+from mlxcache.cli.show import Result, format_count, format_duration
+from mlxcache.config import Settings, format_size, load_settings
+from mlxcache.config.remote import read_remote_key
+from mlxcache.config.values import read_duration
+from mlxcache.errors import ConfigError, MlxcacheError
 
 app = typer.Typer(
     name="cache",
@@ -80,15 +82,15 @@ def check(where: Where) -> Result:
     listed = {"object": "list", "data": problems}
     if not problems:
         return Result(listed, f"All files {where} are intact.")
-    return Result(listed, partial(_print_problems, problems), status=1)
 
+    def show_problems() -> None:
+        rows = ((one["path"], one["what"]) for one in problems)
+        show.print_table((("file", "left"), ("problem", "left")), rows)
+        console().print(
+            "Remove them with `mlxcache cache prune`; their tokens are computed again when needed."
+        )
 
-def _print_problems(problems: Sequence[Mapping[str, str]]) -> None:
-    rows = ((one["path"], one["what"]) for one in problems)
-    show.print_table((("file", "left"), ("problem", "left")), rows)
-    console().print(
-        "Remove them with `mlxcache cache prune`; their tokens are computed again when needed."
-    )
+    return Result(listed, show_problems, status=1)
 
 
 @app.command()
@@ -119,7 +121,7 @@ def prune(
         return prune_remote(where, older_than)
     if older_than is not None:
         raise ConfigError("--older-than is of a remote: add --remote URL before prune")
-    limit = None if to is None else _parse_limit(to)
+    limit = None if to is None else positive_size("--to", to, "a size such as 512MB or 8GB")
     with count_bar("reading the files") as progress:
         found = where.prune(limit, progress)
     return Result(found, f"Freed {format_size(found['freed_bytes'])}")
@@ -151,11 +153,6 @@ def clear(
 
 
 def _describe_clearing(where: Where, *, pinned: bool) -> str:
-    """Return the question that asks to confirm clearing the cache.
-
-    It says how many sessions, and how many bytes on disk, will be removed from `where`, a server or
-    a cache folder. `pinned` tells whether pinned sessions are removed too.
-    """
     sessions = where.sessions()
     kept = 0 if pinned else sum(one["pinned"] for one in sessions)
     what = show.format_count(len(sessions) - kept, "session")
@@ -164,12 +161,308 @@ def _describe_clearing(where: Where, *, pinned: bool) -> str:
     return f"Remove {what} and all cached tokens {where}, {used} on disk?{stay}"
 
 
-def _parse_limit(text: str) -> int:
-    wrong = ConfigError(f"--to must be a size such as 512MB or 8GB, not {text!r}")
+# -- a shared remote ------------------------------------------------------------------------------
+
+
+def show_remote(settings: Settings) -> Result:
+    """Count the objects of the remote of `settings`, by kind and by age. Blocks."""
+    from mlxcache.remote.maintenance import measure  # noqa: PLC0415 - only with --remote
+    from mlxcache.remote.objects import form_of  # noqa: PLC0415
+
+    assert settings.remote is not None
+    file = settings.remote_key_file
+    form = form_of(None if file is None else read_remote_key(file))
+    with count_bar("listing the objects") as progress:
+        held = measure(settings.remote, form, lambda count: progress(count, 0))
+    found: dict[str, Any] = {
+        "object": "remote",
+        "url": str(settings.remote),
+        "objects": held.counts.total(),
+        "bytes": held.kinds.total(),
+        "kinds": {
+            kind: {"objects": held.counts[kind], "bytes": size}
+            for kind, size in held.kinds.most_common()
+        },
+        "ages": dict(held.ages),
+        "oldest_at": held.oldest.timestamp() if held.oldest is not None else None,
+    }
+
+    def show_counts() -> None:
+        objects = show.format_count(found["objects"], "object")
+        console().print(f"{found['url']}: {objects}, {format_size(found['bytes'])}")
+        if not found["objects"]:
+            return
+        show.print_table(
+            (("kind", "left"), ("objects", "right"), ("size", "right")),
+            (
+                (kind, f"{held.counts[kind]:,}", format_size(size))
+                for kind, size in held.kinds.most_common()
+            ),
+        )
+        ages = ((age, format_size(size)) for age, size in held.ages.items())
+        show.print_table((("written", "left"), ("size", "right")), ages)
+
+    return Result(found, show_counts)
+
+
+def prune_remote(settings: Settings, older_than: str | None) -> Result:
+    """Remove the objects of the remote written more than `older_than` (`30d`) ago. Blocks."""
+    from mlxcache.remote.maintenance import prune  # noqa: PLC0415 - only with --remote
+
+    assert settings.remote is not None
+    if older_than is None:
+        raise ConfigError("prune of a remote needs an age: add --older-than 30d")
     try:
-        size = parse_size(text, total=0)
-    except ConfigError as error:
-        raise wrong from error
-    if not size:
-        raise wrong
-    return size
+        age = timedelta(seconds=read_duration(older_than))
+    except ValueError as error:
+        raise ConfigError(f"--older-than {error}") from error
+    with count_bar("removing old objects") as progress:
+        count, freed = prune(settings.remote, age, lambda count: progress(count, 0))
+    found = {"object": "remote.pruned", "objects": count, "freed_bytes": freed}
+    removed = show.format_count(count, "object")
+    return Result(found, f"Removed {removed}, {format_size(freed)}, from {settings.remote}")
+
+
+# -- figures --------------------------------------------------------------------------------------
+
+
+_RULES = "Requests canonicalised, by rule"
+
+_GROUPS = (
+    ("Memory", ("ram", "active_bytes", "reserved_bytes", "mlx", "pressure")),
+    ("Memory budget, by kind", ("ram.kinds",)),
+    ("Disk", ("disk", "pending_bytes", "restores")),
+    ("Disk, by kind", ("disk.kinds",)),
+    ("Remote", ("remote",)),
+    ("Exchanged with other servers, through the remote", ("remote.exchange",)),
+    ("Prefix tree", ("sessions", "tree_tokens", "segments", "checkpoints", "bytes_per_token")),
+    ("Requests since the start", ("requests", "queue", "saved", "contained")),
+    ("Tokens since the start", ("tokens", "guesses", "anticipated")),
+    ("Evictions from RAM", ("evictions",)),
+    (_RULES, ("canonicalised",)),
+)
+"""Headings with the keys of `GET /v1/cache` shown below each; the longest that matches is used."""
+
+_OTHER: tuple[str, tuple[str, ...]] = ("Other", ())
+
+_LEGEND = {
+    "ram.used_bytes": ("used", "prefixes that are kept, of --ram"),
+    "ram.high_water_bytes": ("high water", "the most that was ever reserved"),
+    "ram.withheld_bytes": ("withheld", "of --ram, while memory is short"),
+    "ram.buffers": ("buffers", "MLX arrays that are held"),
+    "ram.buffer_limit": ("buffer limit", "arrays that the device allows"),
+    "active_bytes": ("in use by requests", "besides the prefixes"),
+    "reserved_bytes": ("reserved", "for computing and MLX's pool"),
+    "mlx.active_bytes": ("MLX active", "arrays of MLX, with the weights"),
+    "mlx.pool_bytes": ("MLX pool", "freed buffers that MLX keeps"),
+    "pressure.level": ("memory pressure", "normal, warning or critical"),
+    "pressure.footprint_bytes": ("process", "as the system counts its memory"),
+    "pressure.most_footprint_bytes": ("process, most", "since the start"),
+    "pressure.expected_bytes": ("process, expected", "the most, by weights and --ram"),
+    "ram.kinds.pool": ("pool", "freed buffers that MLX keeps"),
+    "ram.kinds.transient": ("transient", "what a forward pass needs"),
+    "ram.kinds.pending": ("pending writes", "copies on their way to disk"),
+    "ram.kinds.kv": ("kv", "keys and values of tokens"),
+    "ram.kinds.checkpoints": ("checkpoints", "states of recurrent layers"),
+    "ram.kinds.states": ("states", "of conversations in use"),
+    "ram.kinds.batch": ("batch", "copies for replies in a batch"),
+    "ram.kinds.images": ("images", "image rows of a prompt"),
+    "ram.kinds.import": ("import", "a prompt cache that is read"),
+    "ram.kinds.withheld": ("withheld", "while memory is short"),
+    "disk.used_bytes": ("used", "of --disk"),
+    "disk.written_bytes": ("written", "since the start"),
+    "disk.written_tokens": ("written tokens", "since the start"),
+    "disk.evicted_files": ("evicted files", "since the start"),
+    "disk.quarantined": ("quarantined", "damaged files, set aside"),
+    "disk.files": ("files", "of KV and checkpoints"),
+    "disk.state": ("state", "suspended: writing fails, see the log"),
+    "disk.written_per_cached_token": ("written per token", "bytes, per token reused"),
+    "disk.tokens": ("tokens", "whose KV is on disk"),
+    "disk.pinned_bytes": ("pinned", "of pinned sessions"),
+    "pending_bytes": ("pending writes", "not on disk yet"),
+    "restores.ok": ("restored files", "read from disk and verified"),
+    "restores.corrupt": ("corrupt files", "damaged, tokens computed again"),
+    "disk.kinds.runs": ("runs", "keys and values of tokens"),
+    "disk.kinds.checkpoints": ("checkpoints", "states of recurrent layers"),
+    "disk.kinds.index": ("index", "sessions, and a row for each file"),
+    "remote.url": ("URL", "of the shared storage"),
+    "remote.sealed": ("sealed", "with --remote-key-file"),
+    "remote.state": ("state", "ok, read-only or unavailable"),
+    "remote.since": ("since", "of the state"),
+    "remote.errors": ("errors", "operations that failed"),
+    "remote.damaged_objects": ("damaged objects", "read and not used"),
+    "remote.upload_bytes_per_s": ("upload bandwidth", "of recent transfers"),
+    "remote.download_bytes_per_s": ("download bandwidth", "of recent transfers"),
+    "sessions": ("sessions", "named conversations"),
+    "tree_tokens": ("tokens", "held, each shared prefix once"),
+    "segments": ("segments", "runs of tokens between branches"),
+    "checkpoints": ("checkpoints", "states of layers that cannot be cut"),
+    "bytes_per_token": ("bytes per token", "of keys and values"),
+    "requests.total": ("total", "that have ended"),
+    "requests.warm": ("warm", "half or more reused, from RAM"),
+    "requests.restored": ("restored", "half or more reused, some from disk"),
+    "requests.cold": ("cold", "under half, or under 17 tokens, reused"),
+    "queue.waiting": ("waiting", "now, not computed yet"),
+    "queue.limit": ("may wait", "of --queue; more are answered 503"),
+    "queue.prefill": ("reading prompts", "now"),
+    "queue.decode": ("writing replies", "now"),
+    "saved.tokens": ("saved tokens", "reused, with a measured cost"),
+    "saved.seconds": ("time saved", "what they would have taken"),
+    "tokens.prompt": ("prompt", "of all requests"),
+    "tokens.cached": ("cached", "of these: reused"),
+    "tokens.restored": ("restored", "of those: from disk"),
+    "tokens.fed": ("fed", "prompt tokens that were computed"),
+    "tokens.generated": ("generated", "of all replies"),
+    "tokens.drafted": ("drafted", "by a draft model or the conversation"),
+    "tokens.accepted": ("accepted", "of these: drawn by the model too"),
+    "guesses.drafted.draft": ("draft: drafted", "tokens proposed by a draft model"),
+    "guesses.accepted.draft": ("draft: accepted", "of these"),
+    "guesses.passes.draft": ("draft: passes", "that checked them"),
+    "guesses.saved_s.draft": ("draft: saved", "seconds; below 0 if it cost more"),
+    "guesses.drafted.history": ("history: drafted", "tokens from the conversation"),
+    "guesses.accepted.history": ("history: accepted", "of these"),
+    "guesses.passes.history": ("history: passes", "that checked them"),
+    "guesses.saved_s.history": ("history: saved", "seconds; below 0 if it cost more"),
+    "anticipated.tokens": ("anticipated", "computed ahead, while idle"),
+    "anticipated.used_tokens": ("anticipated, used", "of these: needed by a turn"),
+    "contained.exceptions": ("contained", "unexpected exceptions: see the log"),
+    "evictions.spilled": ("spilled", "entries that stay on disk"),
+    "evictions.dropped": ("dropped", "entries that were in RAM alone"),
+}
+"""Label and meaning of figures by dotted path; canonicalisation rules are named by their keys."""
+
+
+class Line(NamedTuple):
+    label: str
+    value: str
+    meaning: str = ""
+
+
+def print_figures(figures: Mapping[str, Any]) -> None:
+    """Print the body of `GET /v1/cache` as figures under headings."""
+    groups = list(_group_lines(figures))
+    lines = [line for _, found in groups for line in found]
+    label = max((len(line.label) for line in lines), default=0)
+    value = max((len(line.value) for line in lines), default=0)
+    out = console()
+    for number, (heading, found) in enumerate(groups):
+        out.print(Text(heading if not number else f"\n{heading}", "bold"))
+        for line in found:
+            text = Text(f"  {line.label:<{label}}  {line.value:<{value}}")
+            text.append(f"  {line.meaning}", "dim")
+            text.rstrip()
+            out.print(text)
+
+
+def _group_lines(figures: Mapping[str, Any]) -> Iterator[tuple[str, list[Line]]]:
+    flat = dict(_flatten(figures))
+    places: dict[str, list[tuple[int, str]]] = {heading: [] for heading, _ in (*_GROUPS, _OTHER)}
+    for path in flat:
+        heading, place = _find_place(path)
+        places[heading].append((place, path))
+    for heading, found in places.items():
+        # the sort keeps the order of the figures under one key
+        paths = [path for _, path in sorted(found, key=lambda one: one[0])]
+        lines = [line for path in paths for line in _line(path, flat)]
+        if found and heading == _RULES:
+            lines = [one for one in lines if one.value != "0"] or [Line("none", "")]
+        if lines:
+            yield heading, lines
+
+
+def _flatten(figures: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted path, such as `ram.used_bytes`, and the value of each figure."""
+    for key, value in figures.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{above}{key}.")
+        else:
+            yield above + key, value
+
+
+def _find_place(path: str) -> tuple[str, int]:
+    found = [
+        (len(key), heading, number)
+        for heading, keys in _GROUPS
+        for number, key in enumerate(keys)
+        if path == key or path.startswith(f"{key}.")
+    ]
+    _, heading, number = max(found, default=(0, _OTHER[0], 0))
+    return heading, number
+
+
+def _line(path: str, flat: Mapping[str, Any]) -> Iterator[Line]:
+    """Yield the line for one figure, or nothing if the line of another figure shows it too."""
+    above, _, key = path.rpartition(".")
+    reason = flat.get("disk.reason")
+    if path == "disk.reason":
+        if reason is not None and "disk.state" not in flat:
+            yield Line("off", "", reason)
+        return
+    if path == "disk.state" and reason is not None:
+        yield Line("state", str(flat[path]), reason)
+        return
+    if key == "limit_bytes" and f"{above}.used_bytes" in flat:
+        return
+    text = _format_value(path, flat[path])
+    if key == "used_bytes" and flat.get(f"{above}.limit_bytes"):
+        text += f" of {_format_value(path, flat[f'{above}.limit_bytes'])}"
+    short = path if _find_place(path) == (_OTHER[0], 0) else key
+    plain = short.removesuffix("_bytes").replace("_", " ").replace(".", " ")
+    label, meaning = _LEGEND.get(path, (plain, ""))
+    yield Line(label, text, meaning)
+
+
+def _format_value(path: str, value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    if path.endswith("_bytes_per_s"):
+        return f"{format_size(int(value))}/s"
+    if path == "remote.since":
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(value))
+    if path.endswith(("_bytes", "per_token", "per_cached_token")) or ".kinds." in path:
+        return format_size(int(value))
+    return show.format_duration(value) if path.endswith("seconds") else f"{value:,}"
+
+
+# -- warm -----------------------------------------------------------------------------------------
+
+
+@partial(located, find=find_server)
+def warm(
+    where: Where,
+    file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE",
+            exists=True,
+            dir_okay=False,
+            allow_dash=True,
+            help="A chat request of any API as JSON, or a system prompt; - for standard input.",
+        ),
+    ],
+) -> Result:
+    """Compute a prefix ahead of its first use, so that the first turn is warm.
+
+    Needs a running server.
+    """
+    body = read_input(file)
+    with count_bar("computing, in tokens") as progress:
+        found = where.warm(body, progress)
+    text = (
+        f"Warm: {format_count(found['prompt_tokens'], 'token')}, {found['fed_tokens']:,} of them "
+        f"computed in {format_duration(found['seconds'])}"
+    )
+    return Result(found, text)
+
+
+def read_input(file: Path) -> bytes:
+    """Read the whole of `file`, or of standard input if it is `-`. Blocks.
+
+    Raises MlxcacheError if it cannot be read.
+    """
+    try:
+        return typer.get_binary_stream("stdin").read() if str(file) == "-" else file.read_bytes()
+    except OSError as error:
+        raise MlxcacheError(f"{file} cannot be read: {error.strerror}.") from error

@@ -1,10 +1,17 @@
-"""Shell lines and environment variables that point a coding agent at an mlxcache server."""
+"""How coding agents are pointed at a server: variables, shell lines, and their settings files."""
 
 from __future__ import annotations
 
 import ipaddress
+import json
+import re
 import shlex
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mlxcache.errors import MlxcacheError
+from mlxcache.utf8 import NotUtf8, read_utf8
 
 ANY_MODEL = "current-model"
 """Model name for clients. The server accepts any name, so it need not change with the model."""
@@ -18,16 +25,12 @@ _LONG_TIMEOUTS = dict.fromkeys(("API_TIMEOUT_MS", "CLAUDE_STREAM_IDLE_TIMEOUT_MS
 By default, Claude Code 2.1.197 waits ten minutes for a reply, and five for the next event of a
 stream, not counting pings."""
 
-_KEY_IN_SHELL = '"$MLXCACHE_API_KEY"'
-"""Shell text in place of a real key, which is never written to the terminal or a log."""
+Variables = Mapping[str, str | None]
+"""Environment variables of a client by name. None stands for the server's key."""
 
 
 def base_url(host: str, port: int) -> str:
-    """Return the URL of a server for clients on this machine, such as `http://127.0.0.1:8081`.
-
-    `host`: the name or address at which the server listens; 0.0.0.0 and :: stand for all addresses,
-    and are replaced by 127.0.0.1 and ::1.
-    """
+    """Return the URL for clients on this machine of a server that listens at `host`."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
@@ -37,16 +40,11 @@ def base_url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if address.version == 6 else f"http://{host}:{port}"
 
 
-Variables = Mapping[str, str | None]
-"""Environment variables of a client by name. None stands for the server's key."""
-
-
 def claude_code_variables(url: str, model: str, context: int) -> Variables:
-    """Return the environment variables that point Claude Code at the server at `url`.
+    """Return the variables that point Claude Code at `model` of the server at `url`.
 
-    `model` is the model name that Claude Code sends, and `context` that model's context length in
-    tokens. A value of None stands for the API key. The attribution header is switched off, because
-    it changes the first tokens of each prompt. Source: https://code.claude.com/docs/en/llm-gateway.
+    The attribution header is switched off, because it changes the first tokens of each prompt.
+    Source: https://code.claude.com/docs/en/llm-gateway.
     """
     return {
         "ANTHROPIC_BASE_URL": url,
@@ -60,12 +58,10 @@ def claude_code_variables(url: str, model: str, context: int) -> Variables:
 
 
 def anyclaude_variables(url: str, context: int, model: str = ANY_MODEL) -> Variables:
-    """Return the environment variables that point any version of anyclaude at the server at `url`.
+    """Return the variables that point any version of anyclaude at `model` of the server at `url`.
 
-    anyclaude is a program that starts Claude Code. It sets Claude Code's variables ANTHROPIC_*, and
-    passes on the others of Claude Code, which are in the result. `model` is the model name that
-    anyclaude sends, and `context` the context length of that model in tokens. A value of None
-    stands for the API key. Older versions of anyclaude read MLX_LM_*, newer ones LOCAL_*.
+    Older versions read MLX_LM_*, newer ones LOCAL_*. anyclaude starts Claude Code; it sets
+    ANTHROPIC_* itself and passes Claude Code's other variables on.
     """
     for_claude = claude_code_variables(url, model, context)
     return {
@@ -82,38 +78,97 @@ def anyclaude_variables(url: str, context: int, model: str = ANY_MODEL) -> Varia
 
 
 def claude_code_line(url: str, model: str, context: int, *, has_key: bool) -> str:
-    """Return the shell line that starts Claude Code on the server at `url`.
-
-    `model` is the model name that Claude Code sends, and `context` that model's context length in
-    tokens. `has_key` tells whether the server requires an API key; see `quote_value`.
-    """
+    """Return the shell line that starts Claude Code on `model` of the server at `url`."""
     return _line("claude", claude_code_variables(url, model, context), has_key=has_key)
 
 
 def anyclaude_line(url: str, context: int, *, has_key: bool) -> str:
-    """Return the shell line that starts anyclaude on the server at `url`.
-
-    The server's default model is used; `context` is its context length in tokens. `has_key` tells
-    whether the server requires an API key; see `quote_value`.
-    """
+    """Return the shell line that starts anyclaude on the default model of the server at `url`."""
     return _line("anyclaude", anyclaude_variables(url, context), has_key=has_key)
 
 
 def quote_value(value: str | None, *, has_key: bool) -> str:
     """Quote the value of a variable for a POSIX shell.
 
-    None stands for the API key. The result is then "$MLXCACHE_API_KEY", with the quotes, if the
-    server requires a key (`has_key`), else a dummy key.
+    A real key is never written to the terminal or a log: None becomes a reference to the variable
+    MLXCACHE_API_KEY if the server requires a key, else a dummy key.
     """
     if value is not None:
         return shlex.quote(value)
-    return _KEY_IN_SHELL if has_key else DUMMY_KEY
+    return '"$MLXCACHE_API_KEY"' if has_key else DUMMY_KEY
 
 
 def _line(command: str, variables: Variables, *, has_key: bool) -> str:
-    """Return the line `NAME=value ... command` for a POSIX shell, with all of `variables`.
-
-    `has_key` tells whether the server requires an API key; see `quote_value`.
-    """
     words = (f"{name}={quote_value(value, has_key=has_key)}" for name, value in variables.items())
     return " ".join([*words, command])
+
+
+# -- settings files of agents ------------------------------------------------------------------
+
+_COMMENT = re.compile(r'("(?:\\.|[^"\\])*")|//[^\n]*|/\*.*?\*/', re.DOTALL)
+_LAST_COMMA = re.compile(r'("(?:\\.|[^"\\])*")|,(?=\s*[}\]])')
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Read a JSON object from a file that may contain comments and trailing commas.
+
+    Returns {} if the file does not exist. Raises ValueError if it cannot be read or holds no JSON
+    object.
+    """
+    try:
+        text = read_utf8(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except OSError as error:
+        raise ValueError(error.strerror) from error
+    except NotUtf8 as error:
+        raise ValueError(f"it {error}") from error
+    for noise in (_COMMENT, _LAST_COMMA):
+        text = noise.sub(lambda found: found[1] or "", text)
+    try:
+        value = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    if not isinstance(value, dict):
+        raise ValueError("it is not a JSON object")
+    return value
+
+
+def current_folder() -> Path:
+    """Return the folder in which this command runs. Raises MlxcacheError if it was removed."""
+    try:
+        return Path.cwd()
+    except OSError as error:
+        message = f"The current folder cannot be used ({error.strerror}): cd to your project first."
+        raise MlxcacheError(message) from error
+
+
+def claude_folder(environ: Mapping[str, str], home: Path) -> Path:
+    """Return the path of Claude Code's configuration folder."""
+    return Path(environ.get("CLAUDE_CONFIG_DIR") or home / ".claude")
+
+
+def claude_env(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return the variables of `env` in Claude Code's `settings`, which override its environment.
+
+    Raises ValueError if `env` is not a JSON object.
+    """
+    env = settings.get("env", {})
+    if not isinstance(env, dict):
+        raise ValueError("its `env` is not a JSON object")
+    return {str(name): str(value) for name, value in env.items()}
+
+
+def opencode_files(environ: Mapping[str, str], home: Path, cwd: Path) -> list[Path]:
+    """Return the paths at which OpenCode looks for settings, lowest priority first.
+
+    The files may be missing. Source: https://opencode.ai/docs/config.
+    """
+    folder = Path(environ.get("XDG_CONFIG_HOME") or home / ".config") / "opencode"
+    named = environ.get("OPENCODE_CONFIG")
+    names = ("opencode.json", "opencode.jsonc")
+    return [
+        *(folder / name for name in names),
+        *([Path(named).expanduser()] if named else []),
+        *(cwd / name for name in names),
+    ]

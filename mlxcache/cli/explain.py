@@ -19,11 +19,11 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from mlxcache.cli.cache import read_input
+from mlxcache.cli.options import ApiKey, Json, Url, find_server
 from mlxcache.cli.output import reporting
 from mlxcache.cli.progress import count_bar
 from mlxcache.cli.show import Result, format_count
-from mlxcache.cli.target import ApiKey, Json, Url, find_server
-from mlxcache.cli.warm import read_input
 from mlxcache.common_prefix import common_characters
 from mlxcache.config import Settings, load_settings
 from mlxcache.errors import BadRequest, MlxcacheError, ModelError, NotFound
@@ -49,12 +49,10 @@ _OTHER_BODIES = (
     ("error", "like a server's response"),
     ("prompt", "like a text completion request"),
 )
-"""Keys that show what another JSON body is, each with a description of that body."""
 
 _WIDTH = 80
 _EXCERPT = 64
 _MAX_FINDINGS = 20
-"""Maximum findings of an audit to list."""
 
 _REASONS = {
     "edited": "history was changed",
@@ -112,11 +110,9 @@ def explain(
 
 
 def explain_pair(one: dict[str, Any], other: dict[str, Any], settings: Settings) -> dict[str, Any]:
-    """Compare a chat request with a later one and return the object that `explain --json` prints.
+    """Compare a chat request with a later one; return the object of `explain --json`.
 
-    `one` is the body of the earlier request, `other` that of the later. `settings` name the model
-    and the rules of canonicalisation. The object tells the tokens that both prompts share, the
-    first difference, its cause and advice. Raises MlxcacheError if a body cannot be rendered.
+    Raises MlxcacheError if a body cannot be rendered.
     """
     from mlxcache.explain.compare import compare_prompts  # noqa: PLC0415
     from mlxcache.wire.chat_bodies import (  # noqa: PLC0415
@@ -165,15 +161,12 @@ def _lost_object(explained: Explanation) -> dict[str, Any] | None:
 
 
 def _members(found: object, *names: str) -> dict[str, Any]:
-    """Return the attributes `names` of the object `found` as a dict by name, for JSON."""
     return {name: getattr(found, name) for name in names}
 
 
 def audit_one(one: dict[str, Any], settings: Settings) -> dict[str, Any]:
-    """Audit a chat request and return the object that `explain --json` prints.
+    """List the parts of a chat request that are likely to change, as `explain --json` does.
 
-    An audit lists the parts that are likely to change in the next request, with their places and
-    advice. `one` is a request body. `settings` name the model and the rules of canonicalisation.
     Raises MlxcacheError if the body cannot be rendered.
     """
     from mlxcache.explain.audit import audit  # noqa: PLC0415
@@ -199,13 +192,7 @@ def audit_one(one: dict[str, Any], settings: Settings) -> dict[str, Any]:
 
 
 def _model_object(settings: Settings) -> dict[str, Any]:
-    """Return the keys and values of an `explain` result that describe the model of `settings`.
-
-    `model` is its path or id. `estimated` is True for the built-in demo, whose token counts are
-    estimates for other models. `backend` is the library that runs the model, and `takes_images`
-    says whether it takes images. Both are None if the model's files are not on this machine, or if
-    no installed library can run it.
-    """
+    """Describe the model; `backend` and `takes_images` are None if its files are not here."""
     from mlxcache.model.hub import here  # noqa: PLC0415 - as below
     from mlxcache.model.load import ModelSpec, abilities  # noqa: PLC0415 - transformers, seconds
 
@@ -220,10 +207,7 @@ def _model_object(settings: Settings) -> dict[str, Any]:
 
 
 def make_builder(settings: Settings) -> PromptBuilder:
-    """Return a prompt builder for the model of `settings`, or for the demo if they name none.
-
-    Blocks while the tokenizer is loaded. Raises ModelError if it cannot be.
-    """
+    """Return a prompt builder for the model of `settings`. Blocks while the tokenizer is loaded."""
     from mlxcache.model.load import tokenizer_of  # noqa: PLC0415 - transformers, seconds
     from mlxcache.prompt.builder import PromptBuilder  # noqa: PLC0415
 
@@ -240,11 +224,8 @@ def _prompt(builder: PromptBuilder, request: dict[str, Any]) -> ChatPrompt:
 def read_request(file: Path, server: Callable[[], Remote]) -> dict[str, Any]:
     """Read a chat request from `file`, or from standard input if `file` is `-`.
 
-    `server` returns the HTTP client of a running server. It is called only for a request that
-    continues a stored response; the conversation before the request is then read from the server,
-    and is part of the result. Raises MlxcacheError if the file has no chat request (the message
-    says what it has instead), or one that cannot be rendered, or if the server does not have the
-    conversation.
+    `server` is called only for a request that continues a stored response: the conversation before
+    it is then read from there. Raises MlxcacheError, which says what the file has instead.
     """
     # Here and not above: importing msgspec takes a while, and --help needs none of it.
     from mlxcache.wire.chat_bodies import (  # noqa: PLC0415
@@ -260,8 +241,8 @@ def read_request(file: Path, server: Callable[[], Remote]) -> dict[str, Any]:
     except BadRequest as error:
         found = _describe_wrong(raw) or str(error).rstrip(".")
         raise MlxcacheError(f"{name} is not a chat request: {found}. {_EXPECTED}") from error
-    if is_responses(request) and (previous := request.get("previous_response_id")):
-        request = _with_history(request, _history(str(previous), name, server))
+    if is_responses(request) and request.get("previous_response_id"):
+        request = _with_history(request, name, server)
     try:
         request_to_chat(request)
     except BadRequest as error:
@@ -269,18 +250,16 @@ def read_request(file: Path, server: Callable[[], Remote]) -> dict[str, Any]:
     return request
 
 
-def _history(previous: str, name: str, server: Callable[[], Remote]) -> list[Any]:
-    """Return the items of the stored response `previous` and of those that it continues.
-
-    The oldest come first. `previous`: the response's id. `name`: what error messages call the
-    request that continues it. `server` returns the client of the server that is asked. Raises
-    MlxcacheError if no server answers, or if the server does not have these responses.
-    """
+def _with_history(
+    request: Mapping[str, Any], name: str, server: Callable[[], Remote]
+) -> dict[str, Any]:
+    """Put the conversation that a request of the Responses API continues before its `input`."""
     from mlxcache.cli.remote import NoServer  # noqa: PLC0415 - httpx takes a while
 
+    previous = str(request["previous_response_id"])
     continues = f"{name} has only its new items: it continues the response {previous}"
     try:
-        return server().response_items(previous)
+        history = server().response_items(previous)
     except NoServer as error:
         raise MlxcacheError(f"{continues}, which its server stores. {error}") from error
     except NotFound as error:
@@ -288,13 +267,6 @@ def _history(previous: str, name: str, server: Callable[[], Remote]) -> list[Any
             f"{continues}, which the server does not have: {error} Name the server that answered "
             "it with --url, or record a request that has the whole conversation in `input`."
         ) from error
-
-
-def _with_history(request: Mapping[str, Any], history: Sequence[Any]) -> dict[str, Any]:
-    """Return a copy of a Responses API request whose `input` begins with the items of `history`.
-
-    The copy has no `previous_response_id`.
-    """
     own = request["input"]
     items = [{"role": "user", "content": own}] if isinstance(own, str) else own
     whole = {key: value for key, value in request.items() if key != "previous_response_id"}
@@ -302,10 +274,7 @@ def _with_history(request: Mapping[str, Any], history: Sequence[Any]) -> dict[st
 
 
 def _describe_wrong(raw: bytes) -> str | None:
-    """Return why the content of a file is not a chat request, such as "it is empty".
-
-    Returns None if no reason is found.
-    """
+    """Return why the content of a file is not a chat request, or None if that is not known."""
     if not raw.strip():
         return "it is empty"
     try:
@@ -367,7 +336,6 @@ def _shortened(text: str) -> str:
 
 
 def print_pair(found: Mapping[str, Any]) -> None:
-    """Print the result of `explain_pair`: the first difference, its cause, and advice."""
     out, lost = _console(), found["lost"]
     total = found["prompt_tokens"]["second"]
     if lost is None or lost["reason"] == "first_seen":
@@ -416,11 +384,6 @@ def _print_lost(out: Console, lost: Mapping[str, Any], total: int) -> None:
 
 
 def print_audit(found: Mapping[str, Any]) -> None:
-    """Print the result of `audit_one`.
-
-    This is a list of the parts of the prompt that are likely to change, with the number of tokens
-    after each and advice, then of those that canonicalisation removes.
-    """
     out, total = _console(), found["prompt_tokens"]
     data = [one for one in found["data"] if one["rule"] is None]
     removed = [one for one in found["data"] if one["rule"] is not None]
@@ -471,18 +434,13 @@ def _row(out: Console, name: str, text: Text) -> None:
 
 
 def _marked(text: str, start: int, end: int, style: str) -> Text:
-    """Return the beginning of `text`, with its middle in `style`.
-
-    The middle is `text` without its first `start` and its last `end` characters. The result has at
-    most `_EXCERPT` * 2 characters.
-    """
+    """Return the beginning of `text`, with its middle, between `start` and `end`, in `style`."""
     shown = Text(text)
     shown.stylize(style, start, len(text) - end)
     return shown[: _EXCERPT * 2]
 
 
 def _escaped(text: str) -> str:
-    """Return `text` on one line, with backslash escapes for unprintable characters."""
     shown = text.replace("\\", "\\\\").replace("\n", "\\n").replace("\r", "\\r")
     shown = shown.replace("\t", "\\t")
     return "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in shown)
@@ -498,12 +456,6 @@ def _print_estimated(out: Console, found: Mapping[str, Any]) -> None:
 
 
 def _print_images(out: Console, found: Mapping[str, Any], count: int) -> None:
-    """Print notes on the `count` images of a request, and that mlx-vlm runs the model, if so.
-
-    `found`: the result of `explain_pair` or `audit_one`. The notes say how images are counted in
-    tokens and, if the model takes none, that the server refuses the request. Without images there
-    are no notes on images.
-    """
     if found["backend"] == "mlx-vlm":
         out.print(Text("The model is run by mlx-vlm.", "dim"))
     if not count:

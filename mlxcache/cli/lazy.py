@@ -18,10 +18,7 @@ from typer.main import get_command
 
 
 class Lazy(NamedTuple):
-    """Location and summary of a command.
-
-    `target` is the `module:name` of its function or Typer app, `help` its line in the help.
-    """
+    """A command: the `module:name` of its function or Typer app, and its line in the help."""
 
     target: str
     help: str
@@ -30,20 +27,15 @@ class Lazy(NamedTuple):
 class LazyGroup(TyperGroup):
     """Command group that imports each command only when it is called or completed.
 
-    Until then, a placeholder represents the command in the help. `lazy` holds the commands by name.
+    Until then, a placeholder represents the command in the help.
     """
 
     lazy: Mapping[str, Lazy] = {}
 
     def get_params(self, ctx: typer.Context) -> list[Any]:  # type: ignore[override]
-        """Return the group's parameters, changed so that the help shows no type beside a flag."""
         return _hide_flag_types(super().get_params(ctx))
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command as click does; improve the error for a value that is not allowed.
-
-        Its message names the most similar value that is allowed.
-        """
         try:
             return super().invoke(ctx)
         except typer.BadParameter as error:
@@ -55,10 +47,7 @@ class LazyGroup(TyperGroup):
             ) from None
 
     def resolve_command(self, ctx: typer.Context, args: list[str]) -> Any:  # type: ignore[override]
-        """Import the command named first in `args`, in place of its placeholder.
-
-        Returns the name, the command and the remaining arguments, as click's own method does.
-        """
+        """Import the command named first in `args`, in place of its placeholder."""
         name = args[0] if args else ""
         if name in self.lazy:
             self.add_command(load(name, self.lazy[name]), name)
@@ -69,15 +58,11 @@ class LazyGroup(TyperGroup):
 
 
 def lazy_group(commands: Mapping[str, Lazy]) -> type[LazyGroup]:
-    """Return a subclass of `LazyGroup` for `commands`, given by name.
-
-    The app that uses it also needs `add_placeholders`, which adds them to the help.
-    """
+    """Return a group of `commands` by name; the app also needs `add_placeholders` for its help."""
     return type("Commands", (LazyGroup,), {"lazy": dict(commands)})
 
 
 def add_placeholders(app: typer.Typer, commands: Mapping[str, Lazy]) -> None:
-    """Add a placeholder for each command to `app`, so that the help lists the command."""
     for name, one in commands.items():
         app.command(name, help=one.help)(_placeholder)
 
@@ -102,7 +87,6 @@ def load_all(app: typer.Typer, commands: Mapping[str, Lazy]) -> Any:
 
 
 def _commands(command: Any) -> Iterator[Any]:
-    """Yield a command and all its subcommands."""
     if command is not None:
         yield command
         for below in getattr(command, "commands", {}).values():
@@ -110,11 +94,7 @@ def _commands(command: Any) -> Iterator[Any]:
 
 
 def _improve(message: str) -> str:
-    """Return a message about a wrong value, improved for users.
-
-    The prefix "Value error, " of pydantic is removed. If one of the allowed values that the message
-    lists is similar to the wrong one, it is suggested.
-    """
+    """Remove pydantic's prefix, and suggest the allowed value most similar to the wrong one."""
     message = message.removeprefix("Value error, ")
     wrong = re.fullmatch(r"'(.+)' is not one of ('.+')\.", message)
     if wrong is None:
@@ -124,10 +104,7 @@ def _improve(message: str) -> str:
 
 
 def _hide_flag_types(parameters: list[Any]) -> list[Any]:
-    """Give flags without a metavar an empty one, and return `parameters`.
-
-    Otherwise typer's help would show `<bool>` beside them.
-    """
+    """Give flags an empty metavar: otherwise typer's help would show `<bool>` beside them."""
     for parameter in parameters:
         if getattr(parameter, "is_flag", False) and parameter.metavar is None:
             parameter.metavar = ""
@@ -135,4 +112,4 @@ def _hide_flag_types(parameters: list[Any]) -> list[Any]:
 
 
 def _placeholder() -> None:
-    """Do nothing, in place of a command that is not imported yet."""
+    """Stand for a command that is not imported yet."""

@@ -24,16 +24,13 @@ Probe = Callable[[socket.AddressFamily, Address], bool]
 
 
 class CannotListen(MlxcacheError):
-    """Error raised if the server cannot listen at an address.
-
-    The address is in use, is not one of this machine, or is not allowed.
-    """
+    """Error raised if the server cannot listen at an address."""
 
 
 class PortTaken(CannotListen):
-    """Error raised if another program is listening on the port.
+    """Error raised if another program, described by `holder`, is listening on the port.
 
-    `holder` describes that program; `serves` is True if it is an mlxcache server.
+    `serves` is True if it is an mlxcache server.
     """
 
     def __init__(self, host: str, port: int):
@@ -47,11 +44,7 @@ class PortTaken(CannotListen):
 
 
 def accepts(family: socket.AddressFamily, address: Address) -> bool:
-    """Return whether a program accepts connections at `address`. Blocks up to `CONNECT_S`.
-
-    Returns False for an address that is not on this machine, and for one that does not answer in
-    time.
-    """
+    """Return whether a program accepts connections at `address`. Blocks up to `CONNECT_S`."""
     host, port, *scope = address
     with socket.socket(family, socket.SOCK_STREAM) as probe, suppress(OSError):
         if host not in ("0.0.0.0", "::"):
@@ -65,26 +58,20 @@ def accepts(family: socket.AddressFamily, address: Address) -> bool:
 
 
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-"""Loopback address for each unspecified one, to connect to a listener on all addresses."""
 
 
 def is_taken(host: str, port: int, probe: Probe = accepts) -> bool:
-    """Return whether a program is listening on `port` at any address of `host`.
-
-    `probe` returns whether a program is listening at one address. Raises CannotListen if `host`
-    cannot be resolved.
-    """
+    """Return whether a program is listening on `port` at any address of `host`."""
     return any(probe(family, address) for family, _, address in _addresses(host, port))
 
 
 def listen(host: str, port: int, probe: Probe = accepts) -> list[socket.socket]:
     """Open a socket on every address of `host` that this machine has.
 
-    With port 0, the system picks one port for all of them. `probe` returns whether a program is
-    listening at one address. It is called before binding, because with SO_REUSEADDR macOS lets a
-    program bind 127.0.0.1 although another listens on all addresses, and take its connections.
-    Raises PortTaken if another program is listening on the port, and CannotListen if no address of
-    `host` can be bound.
+    With port 0, the system picks one port for all of them. `probe` is called before binding,
+    because with SO_REUSEADDR macOS lets a program bind 127.0.0.1 although another listens on all
+    addresses, and take its connections. Raises PortTaken, and CannotListen if no address of `host`
+    can be bound.
     """
     found = _addresses(host, port)
     sockets: list[socket.socket] = []
@@ -97,7 +84,8 @@ def listen(host: str, port: int, probe: Probe = accepts) -> list[socket.socket]:
             sockets.append(_bound(sock, address, port))
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                _close(sockets)
+                for one in sockets:
+                    one.close()
                 raise PortTaken(host, port) from error
             failure = error  # e.g. ::1 for localhost without IPv6
             continue
@@ -109,7 +97,6 @@ def listen(host: str, port: int, probe: Probe = accepts) -> list[socket.socket]:
 
 
 def _addresses(host: str, port: int) -> list[tuple[socket.AddressFamily, int, Address]]:
-    """Resolve `host` to address families, protocol numbers and addresses. Raises CannotListen."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:  # no name, or one that cannot be a name
@@ -130,19 +117,11 @@ def _bound(sock: socket.socket, address: Address, port: int) -> socket.socket:
     return sock
 
 
-def _close(sockets: list[socket.socket]) -> None:
-    for sock in sockets:
-        sock.close()
-
-
 # -- the program that has the port -------------------------------------------------------------
 
 
 def served_there(url: str) -> str | None:
-    """Describe the mlxcache server at `url`: "mlxcache, which serves MODEL".
-
-    Without a model it is "mlxcache". Returns None if no mlxcache server answers there.
-    """
+    """Describe the mlxcache server at `url`, or return None if none answers there."""
     try:
         found = Remote(url).health()
     except NoServer:  # `url` is no address
@@ -153,10 +132,9 @@ def served_there(url: str) -> str | None:
 
 
 def find_holder(port: int) -> str | None:
-    """Describe the program that listens on `port`: "python3 (process 4711)".
+    """Describe the program of this user that listens on `port`: "python3 (process 4711)".
 
-    Returns None if no process of this user does. Processes are examined one by one, because on
-    macOS only root may list all connections at once.
+    Processes are examined one by one, because on macOS only root may list all connections at once.
     """
     for process in psutil.process_iter():
         try:

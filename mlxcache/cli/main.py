@@ -44,7 +44,7 @@ COMMANDS = {
         "Import a session from a snapshot or a prompt cache of mlx-lm; its next turn is warm.",
     ),
     "warm": Lazy(
-        "mlxcache.cli.warm:warm",
+        "mlxcache.cli.cache:warm",
         "Compute a prefix ahead of its first use, so that the first turn is warm.",
     ),
     "explain": Lazy(
@@ -55,23 +55,19 @@ COMMANDS = {
         "mlxcache.cli.cache:app", "Show figures of the cache, verify its files, prune and clear it."
     ),
     "top": Lazy(
-        "mlxcache.cli.top.command:top",
+        "mlxcache.cli.top:top",
         "Show budgets, requests and sessions of a running server, live. Ctrl-C ends it.",
     ),
     "doctor": Lazy(
         "mlxcache.cli.doctor.command:doctor",
         "Check this machine, its settings, and the models that are served.",
     ),
-    "uninstall": Lazy(
-        "mlxcache.cli.uninstall:uninstall",
-        "Remove the sessions, settings and other files of mlxcache, after asking.",
-    ),
     "plan": Lazy(
         "mlxcache.cli.plan:plan",
         "Predict what users of a model get from a machine: hit rates, first tokens, load, disk.",
     ),
     "trace": Lazy(
-        "mlxcache.cli.trace:trace",
+        "mlxcache.cli.plan:trace",
         "Record the requests of a running server as a trace without any text.",
     ),
     "bench": Lazy(
@@ -112,15 +108,13 @@ def options(
 
 
 def warn_of_unknown_variables() -> None:
-    """Warn of each environment variable that begins with MLXCACHE_ but belongs to no setting."""
     if not any(name.startswith("MLXCACHE_") for name in os.environ):
         return
     # Here and not above: what reads the settings takes a third of the time of --version.
     from rich.text import Text  # noqa: PLC0415
 
+    from mlxcache.cli.options import SERVICE, URL_VARIABLE  # noqa: PLC0415
     from mlxcache.cli.output import console  # noqa: PLC0415
-    from mlxcache.cli.service import SERVICE  # noqa: PLC0415
-    from mlxcache.cli.target import URL_VARIABLE  # noqa: PLC0415
     from mlxcache.config import unknown_variables  # noqa: PLC0415
 
     for name, like in unknown_variables(os.environ, (URL_VARIABLE, SERVICE)):
@@ -141,10 +135,7 @@ def version(
 
 
 def main() -> None:
-    """Run the command given on the command line, and exit with its status.
-
-    Entry point of the installed package and of bin/mlxcache.
-    """
+    """Run the command given on the command line, and exit with its status."""
     try:
         if sys.argv[1:] == ["--version"]:
             version()  # typer parses options with pydantic, which doubles the time

@@ -4,29 +4,37 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import psutil
 import typer
 
 from mlxcache.cli import show
-from mlxcache.cli.confirm import Yes, confirm, require_terminal_or_yes
-from mlxcache.cli.output import console, reporting, visible
+from mlxcache.cli.options import (
+    CacheDir,
+    Json,
+    Where,
+    find_server,
+    list_by_default,
+    located,
+    named_url,
+)
+from mlxcache.cli.output import Yes, confirm, console, reporting, require_terminal_or_yes, visible
 from mlxcache.cli.own_command import own_command
 from mlxcache.cli.progress import byte_bar, count_bar
-from mlxcache.cli.show import Result
-from mlxcache.cli.target import ApiKey, CacheDir, Json, Url, Where, find_server, located
-from mlxcache.config import format_size, load_settings
+from mlxcache.cli.show import Column, Result
+from mlxcache.config import Settings, format_size, load_settings
+from mlxcache.config.models import model_id
 from mlxcache.errors import ConfigError, MlxcacheError
+from mlxcache.store.lock import NAME, Serving, servers
 
-app = typer.Typer(
-    name="models",
-    help="List models, load and unload those of a running server, download and remove them.",
-    invoke_without_command=True,
-    add_completion=False,
-)
+if TYPE_CHECKING:
+    from mlxcache.model.hub import Downloaded
+
+app = typer.Typer(name="models", invoke_without_command=True, add_completion=False)
 
 _POLL_S = 0.2
 
@@ -35,26 +43,20 @@ _WAIT_S = 10.0
 
 
 def complete_name(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Return names of models that begin with `incomplete`: of running servers and of the settings.
-
-    Reads the files in which running servers describe themselves, in the cache folder; sends no
-    request.
-    """
+    """Complete names of models of the settings, and of running servers by their notes."""
     # Here and not above: a shell that completes something else need not wait for it.
     from mlxcache.store.lock import servers  # noqa: PLC0415
-    from mlxcache.store.mac_folder import locate_cache_dir  # noqa: PLC0415
 
     try:
         settings = load_settings({"cache_dir": ctx.params.get("cache_dir")}, os.environ)
     except ConfigError:
         return []  # the command itself says what is wrong
-    served = (name for one in servers(locate_cache_dir(settings.cache_dir)) for name in one.names)
+    served = (name for one in servers(settings.cache_dir) for name in one.names)
     known = (name for one in settings.models for name in one.names)
     return [name for name in dict.fromkeys((*served, *known)) if name.startswith(incomplete)]
 
 
 def complete_downloaded(incomplete: str) -> list[str]:
-    """Return ids of models in the Hub's cache that begin with `incomplete`."""
     from huggingface_hub import constants  # noqa: PLC0415 - as above
 
     folders = sorted(Path(constants.HF_HUB_CACHE).glob("models--*--*"))
@@ -68,44 +70,18 @@ Name = Annotated[
 ]
 
 
-@app.callback()
-def models(
-    ctx: typer.Context,
-    *,
-    as_json: Json = False,
-    url: Url = None,
-    api_key: ApiKey = None,
-    cache_dir: CacheDir = None,
-) -> None:
-    """List models, load and unload those of a running server, download and remove them.
-
-    Without a command, list them.
-    """
-    ctx.obj = (url, api_key, cache_dir)
-    if ctx.invoked_subcommand is None:
-        list_models(ctx, as_json=as_json)
-
-
 # -- list --------------------------------------------------------------------------------------
 
 
 def _find_models(url: str | None, api_key: str | None, cache_dir: Path | None) -> Any:
-    """Return an object whose method `models` returns the models that `models list` prints.
-
-    It is a `Remote` for the running server or, if there is none, a `LocalModels` for the models on
-    this machine. The arguments are as in `find_server`. Raises NoServer if --url or MLXCACHE_URL
-    names a server that does not answer.
-    """
+    """Return the running server or, if there is none, the models on this machine."""
     from mlxcache.cli.remote import NoServer  # noqa: PLC0415 - httpx takes a while
-    from mlxcache.cli.target import named_url  # noqa: PLC0415
 
     try:
         return find_server(url, api_key, cache_dir)
     except NoServer:
         if named_url(url, cache_dir):
             raise
-    from mlxcache.cli.local_models import LocalModels  # noqa: PLC0415 - mlx-lm takes seconds
-
     return LocalModels(load_settings({"cache_dir": cache_dir}, os.environ))
 
 
@@ -123,78 +99,66 @@ def list_models(where: Where) -> Result:
     if not found:
         text = f"No model was downloaded yet: `{own_command()} models pull HUB_ID` does that."
         return Result(listed, text)
-    print_models = _print_served if isinstance(where, Remote) else _print_local
-    return Result(listed, partial(print_models, found))
+    columns, cut = (_SERVED, 5) if isinstance(where, Remote) else (_LOCAL, 2)
+    return Result(listed, partial(_print_models, found, columns, cut))
 
 
-def _print_served(models: Iterable[dict[str, Any]]) -> None:
-    columns = (
-        ("name", "left"),
-        ("default", "left"),
-        ("state", "left"),
-        ("memory", "right"),
-        ("context", "right"),
-        ("aliases", "left"),
-        ("unloaded because", "left"),
-    )
-    show.print_table(columns, map(_served_row, models), cut=5)
+list_by_default(
+    app,
+    list_models,
+    "List models, load and unload those of a running server, download and remove them.",
+)
 
 
-def _served_row(one: dict[str, Any]) -> tuple[str, ...]:
-    return (
-        one["id"],
-        "yes" if one.get("default") else "",
-        show.model_state({**one, "unloaded_for": None}),
-        _memory_or_least(one),
-        _length(one),
-        ", ".join(one.get("aliases", ())) or "-",
-        show.unloaded_because(one) or "-",
-    )
+def _print_models(models: list[dict[str, Any]], columns: Sequence[Column], cut: int) -> None:
+    show.print_objects(columns, models, cut=cut)
+    for one in models:
+        if one.get("problem"):
+            console().print(visible(f"{one['id']}: {one['problem']}"))
 
 
 def _memory_or_least(one: dict[str, Any]) -> str:
-    """Return the memory that a model takes when loaded, as text; before its first load, a minimum.
-
-    `one`: its object in `GET /v1/models`.
-    """
     least = one.get("weights_bytes")
     if one.get("size_bytes") is None and least:
         return f"over {format_size(least)}"
     return show.format_size_or_dash(one.get("size_bytes"))
 
 
-def _print_local(models: list[dict[str, Any]]) -> None:
-    columns = (
-        ("name", "left"),
-        ("default", "left"),
-        ("model", "left"),
-        ("on disk", "right"),
-        ("last used", "right"),
-        ("context", "right"),
-        ("aliases", "left"),
-    )
-    show.print_table(columns, map(_local_row, models), cut=2)
-    for one in models:
-        if one["problem"]:
-            console().print(visible(f"{one['id']}: {one['problem']}"))
+def _on_disk(one: dict[str, Any]) -> str:
+    if one["disk_bytes"]:
+        return format_size(one["disk_bytes"])
+    return "damaged" if one["problem"] else "not downloaded"
 
 
-def _local_row(one: dict[str, Any]) -> tuple[str, ...]:
-    used = one["last_used_at"]
-    absent = "damaged" if one["problem"] else "not downloaded"
-    return (
-        one["id"],
-        "yes" if one["default"] else "",
-        one["model"],
-        format_size(one["disk_bytes"]) if one["disk_bytes"] else absent,
-        "-" if used is None else show.format_age(used),
-        _length(one),
-        ", ".join(one["aliases"]) or "-",
-    )
+def _last_used(one: dict[str, Any]) -> str:
+    return "-" if one["last_used_at"] is None else show.format_age(one["last_used_at"])
 
 
 def _length(one: dict[str, Any]) -> str:
     return f"{one['context_length']:,}" if one.get("context_length") else "-"
+
+
+_DEFAULT: Column = ("default", "left", lambda one: "yes" if one.get("default") else "")
+_CONTEXT: Column = ("context", "right", _length)
+_ALIASES: Column = ("aliases", "left", lambda one: ", ".join(one.get("aliases", ())) or "-")
+_SERVED: tuple[Column, ...] = (
+    ("name", "left", lambda one: one["id"]),
+    _DEFAULT,
+    ("state", "left", lambda one: show.model_state({**one, "unloaded_for": None})),
+    ("memory", "right", _memory_or_least),
+    _CONTEXT,
+    _ALIASES,
+    ("unloaded because", "left", lambda one: show.unloaded_because(one) or "-"),
+)
+_LOCAL: tuple[Column, ...] = (
+    ("name", "left", lambda one: one["id"]),
+    _DEFAULT,
+    ("model", "left", lambda one: one["model"]),
+    ("on disk", "right", _on_disk),
+    ("last used", "right", _last_used),
+    _CONTEXT,
+    _ALIASES,
+)
 
 
 # -- load and unload ---------------------------------------------------------------------------
@@ -218,11 +182,7 @@ def load(where: Where, name: Name) -> Result:
 
 
 def _wait_until_loaded(where: Where, begun: dict[str, Any]) -> dict[str, Any]:
-    """Wait until the server `where` has loaded a model; return its object in `GET /v1/models`.
-
-    Returns that earlier if the model waits for memory that busy models hold. `begun`: the model's
-    object when the load began. Raises MlxcacheError if the load fails.
-    """
+    """Wait until the model `begun` is loaded, or waits for memory that busy models hold."""
     found, was_loading, end = begun, False, time.monotonic() + _WAIT_S
     while found["state"] != "loaded":
         if found["loads"] > begun["loads"]:
@@ -259,7 +219,6 @@ def _memory(one: dict[str, Any]) -> str:
 
 
 def _require_hub_id(model: str, command: str) -> None:
-    """Raise ConfigError if `model`, an argument of `models COMMAND`, is no id of the Hub."""
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
         raise ConfigError(f"models {command} takes a Hub id such as org/name, not {model!r}")
 
@@ -325,13 +284,11 @@ def rm(
     with reporting():
         _require_hub_id(model, "rm")
         require_terminal_or_yes(yes=yes)
-        from mlxcache.cli.local_models import servers_of  # noqa: PLC0415 - imports mlx-lm
-        from mlxcache.model import hub  # noqa: PLC0415 - as above
-        from mlxcache.store.mac_folder import locate_cache_dir  # noqa: PLC0415
+        from mlxcache.model import hub  # noqa: PLC0415 - mlx-lm takes seconds to import
 
         settings = load_settings({"cache_dir": cache_dir}, os.environ)
         found = hub.find_removal(model)
-        if serving := servers_of(model, locate_cache_dir(settings.cache_dir)):
+        if serving := servers_of(model, settings.cache_dir):
             raise MlxcacheError(
                 f"The server at {serving[0].url} (process {serving[0].pid}) serves {model}: stop "
                 "it first."
@@ -341,3 +298,86 @@ def rm(
         hub.remove(found)
     removed = {"id": model, "object": "model", "deleted": True, "freed_bytes": found.nbytes}
     Result(removed, f"Removed: {model}, freed {size}").print(as_json=as_json)
+
+
+# -- models on this machine -----------------------------------------------------------------------
+
+
+_PROGRAM = "mlxcache"
+
+
+class LocalModels:
+    """The models of the settings, and others that were downloaded into the Hub's cache."""
+
+    def __init__(self, settings: Settings):
+        self._settings = settings
+
+    def models(self) -> list[dict[str, Any]]:
+        """Return an object for each model; `problem` says why it cannot be served, or is None."""
+        from mlxcache.model import hub  # noqa: PLC0415 - mlx-lm takes seconds to import
+
+        downloaded = {one.id: one for one in hub.list_downloaded()}
+        found = []
+        for number, entry in enumerate(self._settings.entries):
+            if entry.model is None:
+                continue
+            path, problem = hub.inspect_folder(entry.model)
+            one = _model_object(entry.label, entry.id, downloaded.get(model_id(entry.model))) | {
+                "configured": True,
+                "default": not number,
+                "aliases": list(entry.aliases),
+                "context_length": entry.context or self._settings.context,
+                "path": None if path is None else str(path),
+                "problem": problem,
+            }
+            if path is not None:
+                one["disk_bytes"] = one["disk_bytes"] or hub.folder_bytes(path)
+            found.append(one)
+        named = {one["model"] for one in found}
+        return found + [
+            _model_object(one.id, one.id, one) | {"path": str(one.path)}
+            for one in downloaded.values()
+            if one.id not in named
+        ]
+
+
+def _model_object(name: str, model: str, downloaded: Downloaded | None) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "model": model,
+        "configured": False,
+        "default": False,
+        "aliases": [],
+        "context_length": None,
+        "path": None,
+        "disk_bytes": downloaded.nbytes if downloaded else None,
+        "last_used_at": downloaded.last_used_at if downloaded else None,
+        "problem": None,
+    }
+
+
+def servers_of(model: str, *folders: Path) -> list[Serving]:
+    """Return the running servers of this user that serve `model`, a Hub id.
+
+    They are looked for in the cache `folders`, and in those whose lock file a running mlxcache
+    process of this user has open.
+    """
+    found = {one for folder in {*folders, *_served_folders()} for one in servers(folder)}
+    return [
+        one for one in found if model in {model_id(path) for path in (one.models or [one.model])}
+    ]
+
+
+def _served_folders() -> Iterator[Path]:
+    user = os.getuid()
+    for process in psutil.process_iter():
+        try:
+            mine = process.uids().real == user
+            if not mine or not any(_PROGRAM in word for word in process.cmdline()):
+                continue
+            for file in process.open_files():
+                if Path(file.path).name == NAME:
+                    yield Path(file.path).parent
+        except (psutil.Error, OSError):  # it ended, or the system does not allow the query
+            continue

@@ -22,11 +22,10 @@ from mlxcache.store.store import Store
 
 
 class Offline:
-    """Sessions and files in the cache folder `cache_dir`.
+    """Sessions and files in the cache folder `cache_dir`, with the methods of `Remote` for them.
 
-    Has the methods of `Remote` for sessions and files, with the same arguments and results. Methods
-    that change something lock the folder exclusively, and raise InUse while a server or another
-    command has locked it. Methods that take a session's id raise NotFound for an unknown one.
+    Methods that change something lock the folder exclusively, and raise InUse while a server or
+    another command has locked it.
     """
 
     def __init__(self, cache_dir: Path):
@@ -44,7 +43,6 @@ class Offline:
             return [one.as_object() for one in _listed(store, sessions, sessions.all())]
 
     def computing(self) -> int:
-        """Return the number of running and waiting requests: always 0, because no server runs."""
         return 0
 
     def session(self, id: str) -> dict[str, Any]:
@@ -61,7 +59,6 @@ class Offline:
             return _listing(store, sessions, id).as_object()
 
     def delete(self, id: str) -> None:
-        """Remove a session and those of its files that no other session uses."""
         with exclusive_lock(self.cache_dir), self._open() as (store, sessions):
             store.delete_session(sessions, id)
 
@@ -87,12 +84,6 @@ class Offline:
     def restore(
         self, path: Path, name: str | None, prompt: str | None, model: str | None, progress: Step
     ) -> dict[str, Any]:
-        """Import the snapshot at `path` and return the new session as in `GET /v1/sessions`.
-
-        `name` is the session's new name, None for that in the snapshot. `progress` is called with
-        the bytes imported and their total. Raises MlxcacheError for a prompt cache of mlx-lm, or if
-        `prompt` or `model` is not None: all need a server.
-        """
         if model is not None:
             raise MlxcacheError("--model names a model of a running server: start one.")
         if prompt is not None:
@@ -111,10 +102,7 @@ class Offline:
     # -- the cache ---------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """Return an object with figures of the disk tier, `disk`, and the number of `sessions`.
-
-        Both are as in `GET /v1/cache`, but `disk` has only figures that are known without a server.
-        """
+        """Return `disk` and `sessions` as in `GET /v1/cache`, as far as known without a server."""
         if not self._exists():
             return {"disk": {"used_bytes": 0, "limit_bytes": None, "files": 0}, "sessions": 0}
         with self._open(reading=True) as (store, sessions):
@@ -130,32 +118,18 @@ class Offline:
             return {"disk": disk, "sessions": sessions.count()}
 
     def check(self, progress: Step) -> list[dict[str, str]]:
-        """Read every file and return the problems found.
-
-        Each problem is an object with the `path` of a file and `what` is wrong with it. No file is
-        changed. `progress` is called with the number of files read and their total.
-        """
         if not self._exists():
             return []
         with self._open(reading=True) as (store, _):
             return [{"path": str(one.path), "what": one.what} for one in store.check(progress)]
 
     def prune(self, limit: int | None, progress: Step) -> dict[str, Any]:
-        """Remove damaged files, then evict files until at most `limit` bytes are on disk.
-
-        With `limit` None, nothing is evicted. `progress` is called with the number of files read
-        and their total. Returns an object with `freed_bytes`.
-        """
         if not self._exists():
             return {"freed_bytes": 0}
         with exclusive_lock(self.cache_dir), self._open() as (store, _):
             return {"freed_bytes": store.prune(limit, progress)}
 
     def clear(self, *, pinned: bool) -> dict[str, Any]:
-        """Remove all sessions and files; pinned sessions and their files only if `pinned`.
-
-        Returns an object with the number of removed `sessions`, and `freed_bytes`.
-        """
         if not self._exists():
             return {"sessions": 0, "freed_bytes": 0}
         with (

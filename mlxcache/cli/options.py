@@ -1,4 +1,4 @@
-"""Command-line flags, made from the descriptions of the settings.
+"""Options that commands share: flags of settings, and the server or cache folder to use.
 
 A flag's value is passed on as text. `load_settings` parses and checks it, so that a flag, its
 variable and its key in config.toml have the same rules and the same error messages.
@@ -11,32 +11,45 @@ import os
 from collections.abc import Callable, Mapping
 from inspect import Parameter, signature
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from mlxcache.cli.connect import base_url
+from mlxcache.cli.output import reporting
+from mlxcache.cli.own_command import own_command
+from mlxcache.cli.show import Result
+from mlxcache.config import load_settings, parse_size
+from mlxcache.config.folder import default_cache_dir
 from mlxcache.config.settings import CONFIG, SETTINGS, Setting
-from mlxcache.config.sources import load_settings
-from mlxcache.errors import ConfigError
+from mlxcache.errors import ConfigError, MlxcacheError
+
+if TYPE_CHECKING:
+    from mlxcache.cli.offline import Offline
+    from mlxcache.cli.remote import Remote
 
 Flags = Mapping[str, Any]
 """Settings given as flags, by name. Values are text, lists of text, or True for a switch."""
 
+URL_VARIABLE = "MLXCACHE_URL"
+
+SERVICE = "MLXCACHE_SERVICE"
+"""Variable that examples/service/mlxcache.plist sets."""
+
+TARGET = "mlxcache.target"
+"""Key in the context's `meta` of a target that the options of a group chose."""
+
 
 def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator that adds flags for settings to a command.
+    """Return a decorator that adds flags for settings, by default for all, to a command.
 
-    `names` are the names of the settings, by default of all that have flags. The flags appear in
-    the help at the position of the command's parameter `flags`, which receives the flags that were
-    given.
+    They appear in the help at the position of the command's parameter `flags`, which receives those
+    that were given.
     """
     settings = [one for one in map(SETTINGS.__getitem__, names or SETTINGS) if not one.only_key]
     added = [
         Parameter(
-            one.name,
-            Parameter.KEYWORD_ONLY,
-            default=_option(one, None),
-            annotation=_kind(one),
+            one.name, Parameter.KEYWORD_ONLY, default=_option(one, None), annotation=_kind(one)
         )
         for one in settings
     ]
@@ -60,10 +73,7 @@ def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., 
 
 
 def given_flags(arguments: Mapping[str, Any]) -> Flags:
-    """Return the settings that were given as flags, from a command's parsed arguments by name.
-
-    Names of other arguments, and flags that were not given, are left out.
-    """
+    """Return the settings that were given as flags, from a command's parsed arguments by name."""
     values = {name: value for name, value in arguments.items() if name in SETTINGS}
     return {name: value for name, value in values.items() if value not in (None, [], ())}
 
@@ -75,11 +85,7 @@ def _kind(setting: Setting) -> Any:
 
 
 def _option(setting: Setting, *default: Any) -> Any:
-    """Return typer's description of the flag of `setting`.
-
-    `default` is the flag's default value, and is left out if the description is used inside
-    `Annotated`.
-    """
+    """Return typer's description of a flag; without a `default` if it is used in `Annotated`."""
     return typer.Option(
         *default,
         setting.flag,
@@ -92,18 +98,188 @@ def _option(setting: Setting, *default: Any) -> Any:
 
 
 def _complete_models(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Return names and aliases of config.toml's models that begin with `incomplete`.
-
-    A file that cannot be read offers none: an error would be printed into the line being typed.
-    """
     config = ctx.params.get("config")
     try:
         file = {CONFIG.variable: os.environ.get(CONFIG.variable, "")}
         settings = load_settings({}, file, Path(config) if config else None)
     except ConfigError:
-        return []
+        return []  # an error would be printed into the line being typed
     names = (name for one in settings.models for name in (one.label, *one.aliases))
     return [name for name in names if name.startswith(incomplete)]
 
 
 Config = Annotated[Path | None, _option(CONFIG)]
+Json = Annotated[bool, typer.Option("--json", metavar="", help="Print JSON, for programs.")]
+
+
+def read_input(file: Path) -> bytes:
+    """Read the whole of `file`, or of standard input if it is `-`."""
+    try:
+        return typer.get_binary_stream("stdin").read() if str(file) == "-" else file.read_bytes()
+    except OSError as error:
+        raise MlxcacheError(f"{file} cannot be read: {error.strerror}.") from error
+
+
+def positive_size(flag: str, text: str, what: str) -> int:
+    """Parse the size that `flag` was given; it must be `what`, and not 0. Raises ConfigError."""
+    wrong = ConfigError(f"{flag} must be {what}, not {text!r}")
+    try:
+        size = parse_size(text, total=0)
+    except ConfigError as error:
+        raise wrong from error
+    if not size:
+        raise wrong
+    return size
+
+
+# -- the server or the cache folder ------------------------------------------------------------
+
+
+def _where(metavar: str, help: str) -> Any:
+    return typer.Option(metavar=metavar, rich_help_panel="Where", show_default=False, help=help)
+
+
+Url = Annotated[
+    str | None,
+    _where("URL", f"The server; also {URL_VARIABLE}. Default: the one running on this machine."),
+]
+ApiKey = Annotated[
+    str | None,
+    _where("KEY", "The server's key. Safer in MLXCACHE_API_KEY than on the command line."),
+]
+CacheDir = Annotated[
+    Path | None,
+    _where(
+        "DIR",
+        "The cache folder, if no server runs; also MLXCACHE_CACHE_DIR. "
+        "Default: the one of `serve`.",
+    ),
+]
+
+
+def find_server(url: str | None, api_key: str | None, cache_dir: Path | None = None) -> Remote:
+    """Find the running server. Blocks until it answers or a timeout of seconds passes.
+
+    If `url` is given, only that address is tried. If `cache_dir` is given, the server must prove
+    that it uses that folder, by an id that its note there has too. If both are None, only
+    $MLXCACHE_URL is tried; if that is not set, servers that use the configured folder, or if that
+    is the default folder and nobody uses it, any server at the configured address. Raises NoServer
+    if no server answers.
+    """
+    from mlxcache.cli.remote import NoServer, Remote  # noqa: PLC0415 - httpx takes a while
+    from mlxcache.store.lock import servers  # noqa: PLC0415
+
+    settings = load_settings({"cache_dir": cache_dir, "api_key": api_key}, os.environ)
+    folder = settings.cache_dir
+    asked = named_url(url, cache_dir)
+    if asked and "://" not in asked:
+        raise ConfigError(f"--url must be an address such as http://127.0.0.1:8081, not {asked!r}")
+    users = {one.id: one.url for one in servers(folder)}
+    urls, anywhere = list(users.values()), False
+    if asked:
+        urls, anywhere = [asked], cache_dir is None
+    elif cache_dir is None and not users and folder == default_cache_dir():
+        urls, anywhere = [base_url(settings.host, settings.port)], True
+    for one in urls:
+        remote = Remote(one, next(iter(settings.api_key), None))
+        health = remote.health()
+        if health is not None and (anywhere or health.get("id") in users):
+            return remote
+    if asked:
+        named = "--url" if url else URL_VARIABLE
+        raise NoServer(
+            f"No mlxcache server{f' that uses {folder}' if cache_dir else ''} answers at {asked}, "
+            f"set by {named}: start one there, or remove {named}."
+        )
+    where = f"at {urls[-1]}" if urls else f"from {folder}"
+    raise NoServer(f"No server runs {where}: start one with `{own_command()} serve`, or set --url.")
+
+
+def named_url(url: str | None, cache_dir: Path | None) -> str | None:
+    """Return the address given by --url or, without --cache-dir, by MLXCACHE_URL; else None."""
+    return url or (os.environ.get(URL_VARIABLE) if cache_dir is None else None) or None
+
+
+def find_target(url: str | None, api_key: str | None, cache_dir: Path | None) -> Remote | Offline:
+    """Find the running server as `find_server` does, or open the cache folder if there is none.
+
+    Raises NoServer if --url or MLXCACHE_URL names a server that does not answer.
+    """
+    from mlxcache.cli.offline import Offline  # noqa: PLC0415
+    from mlxcache.cli.remote import NoServer  # noqa: PLC0415
+
+    try:
+        return find_server(url, api_key, cache_dir)
+    except NoServer:
+        if named_url(url, cache_dir):
+            raise
+    return Offline(load_settings({"cache_dir": cache_dir}, os.environ).cache_dir)
+
+
+Where = Any
+"""A `Remote` or an `Offline`: they have the same methods."""
+
+
+def located(
+    command: Callable[..., Result], find: Callable[..., Where] = find_target
+) -> Callable[..., None]:
+    """Decorate a command: replace its parameter `where` by --url, --api-key and --cache-dir.
+
+    The command gets the target that `find` returns for them, or the one that its group has put into
+    the context's `meta` under `TARGET`, and its result is printed. Options of the command override
+    those of its group. --json is added too.
+    """
+    own, hints = signature(command), get_type_hints(command, include_extras=True)
+    parameters = [
+        one.replace(annotation=hints[name])
+        for name, one in own.parameters.items()
+        if name != "where"
+    ]
+    kind = Parameter.KEYWORD_ONLY
+    parameters += [
+        Parameter("as_json", kind, default=False, annotation=Json),
+        Parameter("ctx", kind, annotation=typer.Context),
+        *(
+            Parameter(name, kind, default=None, annotation=type)
+            for name, type in (("url", Url), ("api_key", ApiKey), ("cache_dir", CacheDir))
+        ),
+    ]
+
+    @functools.wraps(command)
+    def run(
+        ctx: typer.Context,
+        as_json: bool = False,
+        url: Any = None,
+        api_key: Any = None,
+        cache_dir: Any = None,
+        **more: Any,
+    ) -> None:
+        group = ctx.obj or (None, None, None)
+        chosen = (
+            theirs if mine is None else mine
+            for mine, theirs in zip((url, api_key, cache_dir), group, strict=True)
+        )
+        with reporting():
+            where = ctx.meta[TARGET] if TARGET in ctx.meta else find(*chosen)
+            command(where, **more).print(as_json=as_json)
+
+    run.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {one.name: one.annotation for one in parameters}
+    return run
+
+
+def list_by_default(app: typer.Typer, listing: Callable[..., None], help: str) -> None:
+    """Give a group the options of `located`, and run its command `listing` without another one."""
+
+    @app.callback(help=f"{help}\n\nWithout a command, list them.")
+    def group(
+        ctx: typer.Context,
+        *,
+        as_json: Json = False,
+        url: Url = None,
+        api_key: ApiKey = None,
+        cache_dir: CacheDir = None,
+    ) -> None:
+        ctx.obj = (url, api_key, cache_dir)
+        if ctx.invoked_subcommand is None:
+            listing(ctx, as_json=as_json)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from mlxcache.cli.connect import base_url
 from mlxcache.config import Settings
-from mlxcache.config.folder import former_cache_dir
 
 CLONE = Path(__file__).parents[2]
 """Folder that contains this package: that of a clone, or site-packages."""
@@ -23,10 +22,9 @@ def own_command(
     """Return the path of the running `mlxcache` command, quoted for a POSIX shell.
 
     In the virtual environment of the git clone `clone` it is the clone's bin/mlxcache, which also
-    sets up OpenBLAS. Otherwise it is `called`, the path by which this program was started (by
-    default `sys.argv[0]`), if its name is mlxcache, else the `mlxcache` beside `executable`. If
-    none of these files exists, `executable` with `-m mlxcache.cli.main` is returned. `prefix` and
-    `executable` are those of the running Python.
+    sets up OpenBLAS. Otherwise it is `called`, the path by which this program was started, if its
+    name is mlxcache, else the `mlxcache` beside `executable`. If none of these files exists,
+    `executable` with `-m mlxcache.cli.main` is returned.
     """
     path = Path(sys.argv[0] if called is None else called)
     candidates = [path] if path.name == "mlxcache" else []
@@ -40,14 +38,12 @@ def own_command(
 
 
 def launch_command(url: str, folder: Path) -> str:
-    """Return the shell line that runs `mlxcache launch` with the server at `url`.
+    """Return the shell line of `mlxcache launch` for the server at `url` with cache `folder`.
 
-    `folder` is the server's cache folder. `--url` is added unless `launch` would find the server
-    without it.
+    `--url` is added unless `launch` would find the server without it.
     """
     default = Settings()
-    at_default = url == base_url(default.host, default.port)
-    found = at_default and folder in (default.cache_dir, former_cache_dir())
+    found = url == base_url(default.host, default.port) and folder == default.cache_dir
     return f"{own_command()} launch" + ("" if found else f" --url {shlex.quote(url)}")
 
 

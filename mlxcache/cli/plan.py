@@ -1,29 +1,50 @@
-"""The command `mlxcache plan`: predict what a machine would achieve with a model and its users."""
+"""The commands `mlxcache plan`, which predicts what users get from a machine, and `trace`."""
 
 from __future__ import annotations
 
+import json
 import os
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import typer
 
-from mlxcache.cli.options import Config, Flags, with_settings
+from mlxcache.cli.options import (
+    ApiKey,
+    Config,
+    Flags,
+    Json,
+    Where,
+    find_server,
+    located,
+    positive_size,
+    with_settings,
+)
 from mlxcache.cli.output import console, reporting
 from mlxcache.cli.progress import count_bar
-from mlxcache.cli.show import format_duration, print_facts, print_json, print_table
-from mlxcache.cli.target import ApiKey, Json
-from mlxcache.config import Settings, disk_limit, format_size, load_settings, parse_size, ram_limit
-from mlxcache.errors import ConfigError
+from mlxcache.cli.show import (
+    Result,
+    format_count,
+    format_duration,
+    print_facts,
+    print_json,
+    print_table,
+)
+from mlxcache.config import Settings, disk_limit, format_size, load_settings, ram_limit
+from mlxcache.errors import ConfigError, MlxcacheError
+from mlxcache.private import create
 
 if TYPE_CHECKING:
+    from mlxcache.cli.remote import Remote
     from mlxcache.model.examine import Examined
     from mlxcache.plan.cache import Memory
     from mlxcache.plan.plan import Plan
-    from mlxcache.plan.trace import Trace
+
 
 BAR = 30
 """Columns of a bar for 100%."""
@@ -134,12 +155,17 @@ def plan(
             raise ConfigError("--context and --trace exclude each other: a trace has its lengths")
         from mlxcache.plan.plan import make_plan  # noqa: PLC0415 - numpy and MLX take a while
         from mlxcache.plan.simulate import Speed, speed_of  # noqa: PLC0415
-        from mlxcache.plan.trace import read_trace  # noqa: PLC0415
+        from mlxcache.plan.trace import (  # noqa: PLC0415
+            CONTEXT,
+            read_trace,
+            synthetic_trace,
+        )
 
         given = read_trace(trace, block_tokens) if trace is not None else None
-        with nullcontext(_nothing) if as_json else count_bar("planning, in requests") as step:
+        with count_bar("planning, in requests", shown=not as_json) as step:
             examined = _examine(settings, context)
-            played = given or _synthetic(users or 1, context, examined)
+            longest = context or min(CONTEXT, examined.info.context_length)
+            played = given or synthetic_trace(users or 1, longest)
             if requests is not None:
                 played = played.first(requests)
             server = _server(url, api_key)
@@ -152,8 +178,8 @@ def plan(
             speed = speed.with_given(
                 prefill=prefill_speed,
                 decode=decode_speed,
-                disk=_bytes_per_s("--disk-speed", disk_speed),
-                remote=_bytes_per_s("--remote-speed", remote_speed),
+                disk=_speed_of("--disk-speed", disk_speed),
+                remote=_speed_of("--remote-speed", remote_speed),
             )
             found = make_plan(
                 played,
@@ -174,10 +200,6 @@ def plan(
         show(found)
 
 
-def _nothing(_: int, __: int) -> None:
-    """Ignore a progress report, because no progress is shown with --json."""
-
-
 def _write(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
@@ -186,11 +208,6 @@ def _write(path: Path, text: str) -> None:
 
 
 def _examine(settings: Settings, context: int | None) -> Examined:
-    """Examine the model of the settings, whose weights are not needed.
-
-    Raises ModelError if it cannot be examined, and ConfigError if `context` is not None and exceeds
-    the number of tokens that the model was made for.
-    """
     from mlxcache.model.examine import examine  # noqa: PLC0415 - mlx-lm takes seconds
     from mlxcache.model.load import ModelSpec  # noqa: PLC0415
 
@@ -210,20 +227,10 @@ def _examine(settings: Settings, context: int | None) -> Examined:
     return found
 
 
-def _synthetic(users: int, context: int | None, examined: Examined) -> Trace:
-    from mlxcache.plan.trace import CONTEXT, synthetic_trace  # noqa: PLC0415
-
-    return synthetic_trace(users, context or min(CONTEXT, examined.info.context_length))
-
-
 def _server(url: str | None, api_key: str | None) -> Mapping[str, Any] | None:
-    """Return `figures` and `requests` of the server at `url`; None if no server is named.
-
-    They are the body of `GET /v1/cache` and the newest 1000 requests in `GET /v1/requests`.
-    """
     if url is None:
         return None
-    from mlxcache.cli.target import find_server  # noqa: PLC0415 - httpx takes a while
+    from mlxcache.cli.options import find_server  # noqa: PLC0415 - httpx takes a while
 
     remote = find_server(url, api_key)
     return {"figures": remote.stats(), "requests": remote.requests(1000)}
@@ -237,11 +244,7 @@ def _memory(
     *,
     remote: bool,
 ) -> Memory:
-    """Return the limits of RAM and disk to plan with.
-
-    Each is that of its flag, else that of `server` (a result of `_server`), else that of the
-    settings. `remote`: plan with a remote too.
-    """
+    """Return the limits to plan with: of the flags, else the server, else the settings."""
     from mlxcache.config.sizes import machine_bytes  # noqa: PLC0415
     from mlxcache.model.device import working_set_bytes  # noqa: PLC0415
     from mlxcache.plan.cache import Memory  # noqa: PLC0415
@@ -265,20 +268,14 @@ def _memory(
     return found
 
 
-def _bytes_per_s(flag: str, text: str | None) -> float | None:
-    if text is None:
-        return None
-    size = parse_size(text, total=0)
-    if not size:
-        raise ConfigError(f"{flag} must be bytes per second such as 2GB, not {text!r}")
-    return float(size)
+def _speed_of(flag: str, text: str | None) -> float | None:
+    return None if text is None else positive_size(flag, text, "bytes per second such as 2GB")
 
 
 # -- printing --------------------------------------------------------------------------------------
 
 
 def show(plan: Plan) -> None:
-    """Print a plan as tables."""
     out = console()
     print_facts(_facts(plan))
     out.print()
@@ -286,7 +283,8 @@ def show(plan: Plan) -> None:
     print_table(columns, _tiers(plan))
     out.print()
     columns = (("RAM for conversations", "right"), ("reused", "right"), ("", "left"))
-    print_table(columns, _curve(plan))
+    curve = ((format_size(one.nbytes), one.hit_rate) for one in plan.curve)
+    print_table(columns, ((size, f"{share:.1%}", _bar(share)) for size, share in curve))
     if not plan.speed.times:
         out.print(
             "\nNo times: give --prefill-speed and --decode-speed, or the --url of a server that "
@@ -342,10 +340,62 @@ def _tiers(plan: Plan) -> Iterator[tuple[str, str, str]]:
         yield name, f"{share:.1%}", _bar(share)
 
 
-def _curve(plan: Plan) -> Iterator[tuple[str, str, str]]:
-    for one in plan.curve:
-        yield format_size(one.nbytes), f"{one.hit_rate:.1%}", _bar(one.hit_rate)
-
-
 def _bar(share: float) -> str:
     return "█" * round(BAR * share)
+
+
+# -- trace ----------------------------------------------------------------------------------------
+
+
+@partial(located, find=find_server)
+def trace(
+    where: Where,
+    *,
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="FILE", help="File to write.")
+    ] = Path("trace.jsonl"),
+    minutes: Annotated[
+        float | None, typer.Option(metavar="N", min=0.001, help="End after so many minutes.")
+    ] = None,
+    requests: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="End after so many requests.")
+    ] = None,
+) -> Result:
+    """Record the requests of a running server as a trace without any text.
+
+    Each line has a request's times and lengths, and the names of its blocks of tokens. The names
+    are made with a random key that is not stored. Read the file with `mlxcache plan --trace`. Needs
+    a running server; Ctrl-C ends the recording.
+    """
+    try:
+        with create(output) as file:
+            console(stderr=True).print(f"Recording to {output}; Ctrl-C ends it.")
+            count = record(where, file, minutes, requests)
+    except OSError as error:
+        raise MlxcacheError(f"{output} cannot be written: {error.strerror}.") from error
+    found = {"object": "trace", "path": str(output), "requests": count}
+    return Result(found, f"{format_count(count, 'request')} in {output}")
+
+
+def record(where: Remote, file: BinaryIO, minutes: float | None, requests: int | None) -> int:
+    """Record the requests of the server `where` to `file`; return their number. Blocks.
+
+    Raises MlxcacheError if the server ends the recording; the lines so far are written.
+    """
+    count, began = 0, time.monotonic()
+    with suppress(KeyboardInterrupt):
+        for name, body in where.trace():
+            if name == "end":
+                file.flush()
+                raise MlxcacheError(
+                    f"The server ended the recording after {format_count(count, 'request')}: "
+                    f"{body['reason']}."
+                )
+            if name:
+                file.write(json.dumps(body, separators=(",", ":")).encode() + b"\n")
+                file.flush()
+                count += name == "request"
+            over = minutes is not None and time.monotonic() - began >= 60 * minutes
+            if over or count == requests:
+                break
+    return count

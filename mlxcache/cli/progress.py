@@ -30,41 +30,39 @@ _TENTH = 0.1
 
 
 class _Speed(ProgressColumn):
-    """Column of a progress bar with the speed in bytes per second."""
-
     def render(self, task: Task) -> Text:
         speed = task.finished_speed or task.speed
         return Text(f"{format_size(int(speed))}/s" if speed else "")
 
 
 @contextmanager
-def byte_bar(what: str) -> Iterator[Step]:
-    """Show a bar labelled `what` on standard error, with the bytes done and the speed.
+def byte_bar(what: str, *, shown: bool = True) -> Iterator[Step]:
+    """Show a bar of bytes and their speed on standard error, if it is a terminal.
 
-    Yields a function to update it, which takes the bytes done and the total (0 while it is
-    unknown). Without a terminal, nothing is shown.
+    Yields a function to update it.
     """
-    with _bar(what, format_size, _Speed()) as step:
+    with _bar(what, format_size, _Speed(), shown) as step:
         yield step
 
 
 @contextmanager
-def count_bar(what: str) -> Iterator[Step]:
-    """Show a bar labelled `what` on standard error, with a count and the time passed.
+def count_bar(what: str, *, shown: bool = True) -> Iterator[Step]:
+    """Show a bar of a count and the time passed on standard error, if it is a terminal.
 
-    Yields a function to update it, which takes the count so far and the total (0 while it is
-    unknown). Without a terminal, nothing is shown.
+    Yields a function to update it.
     """
-    with _bar(what, "{:,}".format, TimeElapsedColumn()) as step:
+    with _bar(what, "{:,}".format, TimeElapsedColumn(), shown) as step:
         yield step
 
 
 @contextmanager
-def _bar(what: str, format: Callable[[int], str], last: ProgressColumn) -> Iterator[Step]:
+def _bar(
+    what: str, format: Callable[[int], str], last: ProgressColumn, shown: bool
+) -> Iterator[Step]:
     out = console(stderr=True)
     count = TextColumn("{task.fields[count]}")
-    shown = (SpinnerColumn(), TextColumn(what), BarColumn(), count, last)
-    with _progress(out, *shown) as bar:
+    columns = (SpinnerColumn(), TextColumn(what), BarColumn(), count, last)
+    with _progress(out, *columns, shown=shown) as bar:
         task = bar.add_task("", total=None, count="")
 
         def step(done: int, total: int) -> None:
@@ -78,8 +76,8 @@ def _bar(what: str, format: Callable[[int], str], last: ProgressColumn) -> Itera
 def loading_bar(console: Console) -> Iterator[Callable[[str, float | None], None]]:
     """Show the progress of loading a model on `console`; yield a function to update it.
 
-    The function takes the name of a step and the fraction done, from 0 to 1, or None if unknown.
-    Any thread may call it. Without a terminal, a line is printed for each tenth of each step.
+    It takes the name of a step and the fraction done, None if unknown. Any thread may call it.
+    Without a terminal, a line is printed for each tenth of each step.
     """
     shown: tuple[str, int] | None = None
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
@@ -100,5 +98,6 @@ def loading_bar(console: Console) -> Iterator[Callable[[str, float | None], None
         yield step
 
 
-def _progress(console: Console, *columns: ProgressColumn) -> Progress:
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+def _progress(console: Console, *columns: ProgressColumn, shown: bool = True) -> Progress:
+    shown = shown and console.is_terminal
+    return Progress(*columns, console=console, transient=True, disable=not shown)

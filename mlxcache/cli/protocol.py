@@ -42,7 +42,7 @@ class Connection(h11.Connection):
 class Protocol(H11Protocol):
     """One HTTP connection with a timeout for headers.
 
-    Invalid requests are answered in JSON that clients of the OpenAI and the Anthropic API can read.
+    Invalid requests are answered in JSON that clients of both APIs can read.
     """
 
     head_seconds = HEAD_SECONDS
@@ -66,10 +66,7 @@ class Protocol(H11Protocol):
         super().connection_lost(exc)
 
     def _update_timeout(self) -> None:
-        """Start the timeout while a request's headers are incomplete, and stop it otherwise.
-
-        The body of a request is not covered here: the API limits it.
-        """
+        """Time the headers of a request, and not its body, which the API limits."""
         if self.conn.their_state is not h11.IDLE or self.transport.is_closing():
             self._stop_timeout()
         elif self._timeout is None and self.conn.trailing_data[0]:
@@ -91,11 +88,7 @@ class Protocol(H11Protocol):
             self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer a request that h11 could not parse.
-
-        The status is 431 if its headers are too large, else 400. Called by uvicorn. Closes the
-        connection.
-        """
+        """Answer a request that h11 could not parse: 431 for too large headers, else 400."""
         hint = getattr(sys.exception(), "error_status_hint", 400)
         large = hint == HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
         status = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE if large else HTTPStatus.BAD_REQUEST

@@ -30,16 +30,14 @@ STOP_S = 20.0
 """Seconds that the processes have to end after a signal: conversations are written to disk."""
 
 WATCH_S = 1.0
-"""Seconds between two checks of rank 0 that the processes which started it still run."""
 
 POLL_S = 0.2
-"""Seconds between two checks that all processes still run."""
 
 QUIET_S = (5.0, 10.0, 20.0, 60.0)
 """Seconds after the start at which mlx.launch gets a line on stdin; see `Ranks._quieten`."""
 
 RANK = "MLX_RANK"
-"""Variable that mlx.launch sets in each process that it starts: its rank, from 0 on."""
+"""Variable that mlx.launch sets in each process: its rank, from 0 on."""
 
 FIRST_PORT, LAST_PORT = 32323, 60000
 """First and last port over which ranks exchange tensors; the first is mlx.launch's default."""
@@ -52,12 +50,11 @@ LOCAL = "127.0.0.1"
 
 
 def read_hosts(hosts: str) -> list[dict[str, object]]:
-    """Return the machines of `--hosts` as mlx.launch's hostfile lists them.
+    """Return the machines of `--hosts`, names or addresses, as mlx.launch's hostfile lists them.
 
-    `hosts`: names or addresses, separated by commas. Each becomes an object with `ssh`, the name
-    for ssh, and `ips`, a list with its address. The first must be this machine: its process is
-    started here, and not through ssh. Raises ConfigError if the first is another machine, for fewer
-    than two machines, and for a name that is empty or cannot be resolved.
+    The first must be this machine: its process is started here, and not through ssh. Raises
+    ConfigError for another first machine, fewer than two, and a name that is empty or has no
+    address.
     """
     names = [name.strip() for name in hosts.split(",")]
     if len(names) < 2:
@@ -78,10 +75,7 @@ def read_hosts(hosts: str) -> list[dict[str, object]]:
 
 
 def free_port(count: int) -> int:
-    """Return the first of `count` consecutive ports that are free on this machine.
-
-    Raises ConfigError if there are none from `FIRST_PORT` to `LAST_PORT`.
-    """
+    """Return the first of `count` consecutive ports that are free on this machine."""
     for first in range(FIRST_PORT, LAST_PORT, count):
         with ExitStack() as held:
             try:
@@ -97,8 +91,8 @@ def free_port(count: int) -> int:
 def launch_command(hostfile: Path, arguments: Sequence[str], port: int = FIRST_PORT) -> list[str]:
     """Return the command that starts `mlxcache` with `arguments` on every machine of `hostfile`.
 
-    `port`: the first of the ports over which the processes exchange tensors. Raises ConfigError if
-    mlx.launch or the file is missing.
+    `port`: the first over which ranks exchange tensors. Raises ConfigError if mlx.launch or the
+    file is missing.
     """
     launcher = Path(sys.executable).with_name("mlx.launch")
     if not launcher.exists():
@@ -113,10 +107,8 @@ def launch_command(hostfile: Path, arguments: Sequence[str], port: int = FIRST_P
 def run_ranks(settings: Settings, arguments: Sequence[str]) -> int:
     """Run `mlxcache` with `arguments` on every machine of the settings, until all have ended.
 
-    The machines are those of `--hosts` or `--hostfile`. Returns the exit status: 0 if SIGINT or
-    SIGTERM ended the processes, else 1. These signals are passed on to rank 0, which ends the other
-    processes. Blocks. Raises ConfigError if the settings do not allow to divide a model, or as
-    `read_hosts` and `launch_command` do.
+    Returns 0 if SIGINT or SIGTERM ended the processes, else 1. These signals are passed on to rank
+    0, which ends the other processes. Blocks. Raises ConfigError.
     """
     settings.check_divisible()
     if settings.hostfile is not None:
@@ -137,12 +129,11 @@ def close_input() -> None:
 
 
 def watch_launcher() -> None:
-    """End this process when mlx.launch, or the process that started mlx.launch, has ended.
+    """End this process, rank 0, when mlx.launch or the process that started mlx.launch has ended.
 
-    To be called in rank 0, which ends the other ranks. Starts a thread that checks both processes,
-    because they send no signal if they are killed. When one has ended, this process gets SIGTERM,
-    and exits `STOP_S` seconds later if it still runs. Does not block. Does nothing in a process
-    that was started in another way, which may outlive its parent, such as a shell.
+    They send no signal if they are killed, so a thread checks them. This process gets SIGTERM then,
+    and exits `STOP_S` seconds later if it still runs. Does nothing in a process that was started in
+    another way, which may outlive its parent, such as a shell.
     """
     launchers = []
     with suppress(psutil.Error):
@@ -163,11 +154,10 @@ def watch_launcher() -> None:
 
 
 class Ranks:
-    """mlx.launch and the processes that it starts on this machine.
+    """mlx.launch, started at once with `command`, and its processes on this machine.
 
-    They are started at once with `command`, the command line of mlx.launch. Unlike mlx.launch
-    alone, `run` ends all of them on a signal, and when one of them has ended, even if another one
-    is frozen.
+    Unlike mlx.launch alone, `run` ends all of them on a signal, and when one of them has ended,
+    even if another one is frozen.
     """
 
     def __init__(self, command: Sequence[str]):
@@ -208,10 +198,8 @@ class Ranks:
     def _quieten(self) -> None:
         """Write a line to the standard input of mlx.launch, once after each delay in `QUIET_S`.
 
-        Called repeatedly; does nothing before the next delay since the start has passed. mlx.launch
-        tries to pass the line on to its processes. They have closed their standard input
-        (see `close_input`), so writing fails, and mlx.launch stops polling them. Otherwise this
-        polling would use a whole CPU core.
+        mlx.launch tries to pass it on to its processes, which have closed their input: writing
+        fails, and mlx.launch stops polling them, which would use a whole CPU core.
         """
         if self._lines and time.monotonic() > self._lines[0]:
             del self._lines[0]
@@ -220,10 +208,7 @@ class Ranks:
                 self._launcher.stdin.flush()
 
     def _stop(self, number: int, frame: object) -> None:
-        """Pass the signal `number` on to rank 0, or to all processes if none is known to be rank 0.
-
-        Called by Python as the handler of the signal.
-        """
+        """Pass a signal on to rank 0, or to all processes if none is known to be rank 0."""
         running = self._running()
         for each in [one for one in running if _rank(one) == 0] or [*running, self._launcher]:
             with suppress(psutil.NoSuchProcess):
@@ -246,7 +231,6 @@ def _lives(process: psutil.Process) -> bool:
 
 
 def _rank(process: psutil.Process) -> int | None:
-    """Return the rank of a process that mlx.launch started, or None if it cannot be read."""
     try:
         return int(process.environ()[RANK])
     except (psutil.Error, KeyError, ValueError):

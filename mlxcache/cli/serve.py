@@ -3,17 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 
 import typer
 
-from mlxcache.cli.options import Config, Flags, with_settings
-from mlxcache.cli.output import configure_logging, console, reporting
+from mlxcache.cli.log import configure_logging
+from mlxcache.cli.options import SERVICE, Config, Flags, with_settings
+from mlxcache.cli.output import console, reporting
 from mlxcache.cli.ranks import RANK, close_input, run_ranks, watch_launcher
-from mlxcache.cli.service import backing_off
 from mlxcache.config import load_settings
+from mlxcache.disk_calls import sync
+from mlxcache.private import create, make_folder
+
+NOTE = "unclean-starts"
+"""Name of a file in the cache folder: a byte for each start since the last clean end."""
+
+FIRST_S, MOST_S = 30.0, 300.0
+"""Seconds to wait after one unclean end; twice as long after each further one, up to the second."""
+
+RECENT_S = 3600.0
+"""Age in seconds from which starts are forgotten: the last one was not what ended the server."""
+
+log = logging.getLogger("mlxcache.server")
 
 
 @with_settings()
@@ -51,3 +69,47 @@ def serve(*, flags: Flags, config: Config = None) -> None:
             watch_launcher()
         with backing_off(folder, os.environ):
             asyncio.run(run(settings, out, place))
+
+
+@contextmanager
+def backing_off(
+    folder: Path, environ: Mapping[str, str], sleep: Callable[[float], None] = time.sleep
+) -> Iterator[None]:
+    """Wait if recent runs of the service did not end cleanly; note a clean end of the block.
+
+    launchd starts the service at each login, so also after a kernel panic, and 10 seconds after a
+    failure. If the server's own work brings the machine down, that must not become a loop. Does
+    nothing without the variable `SERVICE` in `environ`.
+    """
+    if not environ.get(SERVICE):
+        yield
+        return
+    note = folder / NOTE
+    if unclean := _count_start(note):
+        wait_s = min(FIRST_S * 2 ** min(unclean - 1, 9), MOST_S)
+        log.warning(
+            "start delayed by %.0f s: unclean ends of the service in a row: %d; "
+            "mlxcache doctor tells whether the machine went down",
+            *(wait_s, unclean),
+        )
+        sleep(wait_s)
+    yield
+    with suppress(OSError):  # nothing can be written, or nothing was
+        note.unlink()
+
+
+def _count_start(note: Path) -> int:
+    """Add this start to those in the file `note`, durably; return how many there were recently."""
+    try:
+        make_folder(note.parent)
+        starts = 0
+        if note.exists() and time.time() - note.stat().st_mtime < RECENT_S:
+            starts = note.stat().st_size
+        with create(note) as file:
+            file.write(b"." * (starts + 1))
+            file.flush()
+            sync(file.fileno())
+    except OSError as error:
+        log.warning("start not noted in %s: %s", note, error)
+        return 0
+    return starts

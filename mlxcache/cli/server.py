@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import product
@@ -24,32 +24,36 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from rich.console import Console
+from rich.panel import Panel
+from rich.text import Text
 
 from mlxcache.api.app import create_app
 from mlxcache.api.cache import warm
 from mlxcache.api.http import ApiSettings
 from mlxcache.api.record import Recorder
-from mlxcache.cli.connect import base_url
+from mlxcache.cli import show
+from mlxcache.cli.connect import anyclaude_line, base_url, claude_code_line
 from mlxcache.cli.listen import listen
-from mlxcache.cli.output import log_line
-from mlxcache.cli.own_command import launch_command
+from mlxcache.cli.log import log_line, show_readings
+from mlxcache.cli.own_command import launch_command, own_command
 from mlxcache.cli.progress import loading_bar
 from mlxcache.cli.protocol import Protocol
-from mlxcache.cli.reading import show_readings
-from mlxcache.cli.show import print_run_summary
-from mlxcache.cli.welcome import print_welcome
-from mlxcache.config import Keys, Settings, read_keys
+from mlxcache.config import Keys, Settings, format_size, read_keys
+from mlxcache.config.models import Route
 from mlxcache.engine.engine import Engine
+from mlxcache.engine.metrics import Tally
 from mlxcache.engine.models import Models
 from mlxcache.errors import MlxcacheError, ModelError, StoreError
+from mlxcache.model.demo import DEMO_NOTICE, REAL_MODEL
 from mlxcache.owner import OWNER, owner_of
 from mlxcache.ranks.group import Place
 from mlxcache.store.lock import InUse, serving
-from mlxcache.types import RequestRecord
+from mlxcache.types import ModelInfo, RequestRecord
 from mlxcache.wire.chat_bodies import requested_model
 
 if TYPE_CHECKING:
     from mlxcache.remote.objects import Objects
+
 
 STOP_S = 7
 """Seconds for the engine and the connections to end, so that a stop takes less than ten."""
@@ -78,12 +82,10 @@ request_log = logging.getLogger("mlxcache.requests")
 async def run(settings: Settings, console: Console, place: Place | None = None) -> None:
     """Run a server until SIGINT or SIGTERM.
 
-    `place`: the place of this process among the ranks if the model is divided among several
-    processes; only rank 0 runs a server. None if it is not divided.
+    `place`: of this process among the ranks, if the model is divided; only rank 0 runs a server.
 
-    Raises CannotListen if the address cannot be used, ConfigError for wrong settings, InUse if a
-    command has locked the cache folder, and ModelError if the model cannot be loaded. A dead MLX
-    thread also raises ModelError, so that a supervisor can restart the process.
+    Raises CannotListen, ConfigError, InUse if a command has locked the cache folder, and ModelError
+    if the model cannot be loaded or the MLX thread died, so that a supervisor can restart it.
     """
     sys.setswitchinterval(SWITCH_S)
     _raise_descriptor_limit()
@@ -98,10 +100,7 @@ async def run(settings: Settings, console: Console, place: Place | None = None) 
 
 
 def _open_remote(settings: Settings) -> Objects | None:
-    """Open the shared remote of the settings, or return None if they have none.
-
-    May block for some seconds. Raises ConfigError if the remote or its key cannot be used.
-    """
+    """Open the shared remote of the settings, if they have one. May block for some seconds."""
     if settings.remote is None:
         return None
     from mlxcache.remote.objects import open_configured  # noqa: PLC0415 - only with --remote
@@ -167,17 +166,13 @@ async def _serve(
 
 
 def _log_request(several: bool, record: RequestRecord) -> None:
-    """Log a finished request, with its model's name if the server has `several` models."""
     request_log.info("%s", log_line(record, several=several))
 
 
 def _api_settings(
     settings: Settings, keys: Keys, recorder: Recorder | None, id: str
 ) -> ApiSettings:
-    """Derive the API's settings from the server's.
-
-    Several API keys each own their sessions. A single key only restricts access.
-    """
+    """Several API keys each own their sessions. A single key only restricts access."""
     if keys.owned:
         named = f"; named keys: {', '.join(keys.names)}" if keys.names else ""
         log.info("%d API keys read, each with its own sessions%s", len(keys.values), named)
@@ -193,11 +188,7 @@ def _api_settings(
 
 
 async def _load(models: Models, stop: asyncio.Event) -> bool:
-    """Start `models`, which loads the default one; return False if `stop` was set first.
-
-    Else returns True when the model is loaded. Raises ModelError if it cannot be loaded, and
-    ConfigError for wrong settings.
-    """
+    """Start `models`, which loads the default one; return False if `stop` was set first."""
     loading = asyncio.create_task(models.start())
     stopped = asyncio.create_task(stop.wait())
     await asyncio.wait({loading, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -210,7 +201,6 @@ async def _load(models: Models, stop: asyncio.Event) -> bool:
 
 
 async def _first_of(*events: asyncio.Event) -> None:
-    """Wait until any of `events` is set."""
     waits = [asyncio.create_task(event.wait()) for event in events]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     for wait in waits:
@@ -227,11 +217,7 @@ class _HttpServer(uvicorn.Server):
         yield
 
     def end(self, grace_s: int) -> None:
-        """Begin to end the server: it accepts no more requests, and closes its connections.
-
-        Connections are closed when their replies have ended, at the latest after `grace_s` seconds.
-        Returns at once; `serve` returns when all are closed.
-        """
+        """Accept no more requests, and close connections within `grace_s`; `serve` then returns."""
         self.config.timeout_graceful_shutdown = grace_s
         self.should_exit = True
 
@@ -252,11 +238,7 @@ def _http_config(app: object) -> uvicorn.Config:
 async def _end(
     server: _HttpServer, serving: asyncio.Task[None], models: Models, grace_s: int = STOP_S
 ) -> None:
-    """End the engines' replies and all connections, and wait for both to end.
-
-    `serving` is the task that runs `server`. Connections are closed within `grace_s` seconds, and
-    the engines of `models` are waited for at most `STOP_S` seconds.
-    """
+    """End the engines' replies and all connections, and wait for both to end."""
     server.end(grace_s)
     # connections are cut off on purpose now, also those whose request never came completely
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
@@ -280,11 +262,10 @@ def _on_signals(stop: asyncio.Event, console: Console) -> None:
 
 @contextmanager
 def announced(settings: Settings, url: str) -> Iterator[str]:
-    """List the server and its address `url` in its cache folder while the block runs.
+    """List the server in its cache folder, where commands find it, while the block runs.
 
-    Commands find the server by this. Yields the server's id there. If the folder cannot be written,
-    only a warning is logged, and the id is "". Raises InUse if a command that changes the folder's
-    files has locked it, unless the disk tier is off.
+    Yields the server's id there; "" with a logged warning if the folder cannot be written. Raises
+    InUse if a command that changes the folder's files has locked it, unless the disk tier is off.
     """
     with ExitStack() as stack:
         id = ""
@@ -304,12 +285,10 @@ def announced(settings: Settings, url: str) -> Iterator[str]:
 async def warm_files(
     find: Callable[[str | None], Awaitable[Engine]], files: Sequence[Path], keys: Sequence[str] = ()
 ) -> None:
-    """Compute the prompts in `files` ahead of their first use.
+    """Compute the bodies of `POST /v1/cache/warm` in `files`, once for each of several API `keys`.
 
-    Each file holds a body of `POST /v1/cache/warm`. `find(name)` returns the engine of the model
-    that a file names, or of the default model for None. If the server has several API keys, given
-    as `keys`, each prompt is computed once per key, since owners do not share KV. A file that
-    cannot be read or computed is logged and skipped.
+    `find` returns the engine of the model that a file names, or of the default model for None.
+    Owners do not share KV. A file that cannot be read or computed is logged and skipped.
     """
     for key, file in product(keys or (None,), files):
         OWNER.set(owner_of(key) if key is not None else None)
@@ -328,7 +307,6 @@ async def warm_files(
 
 
 def _raise_descriptor_limit() -> None:
-    """Raise this process's limit of open files to `DESCRIPTORS`, or as far as the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(DESCRIPTORS, hard)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -353,3 +331,115 @@ def _limit_accept_errors(loop: asyncio.AbstractEventLoop) -> None:
             log.error("no new connection can be accepted now: %s", error.strerror)
 
     loop.set_exception_handler(handle)
+
+
+# -- what is printed at the start and the end -----------------------------------------------------
+
+
+def print_welcome(
+    console: Console,
+    url: str,
+    info: ModelInfo,
+    figures: Mapping[str, Any],
+    *,
+    launch: str,
+    has_key: bool,
+    routes: Sequence[Route] = (),
+) -> None:
+    """Print the server's address, model, context and budgets, and lines that connect clients.
+
+    `figures` is the body of `GET /v1/cache`, and `launch` the shell line of `mlxcache launch` for
+    this server. The lines for clients are not wrapped and stand outside the frame, so that they can
+    be copied.
+    """
+    facts = _facts(url, info, figures, routes)
+    if console.is_terminal:
+        console.print(Panel.fit(facts, title="mlxcache", padding=(0, 2)), soft_wrap=False)
+    else:
+        console.print(facts)
+    if info.is_demo:
+        real = f"For a real one: {own_command()} serve --model {REAL_MODEL}"
+        console.print(Text(f"\n{DEMO_NOTICE}\n{real}", "yellow"))
+    if has_key:
+        console.print("\nThese lines take the key from the variable MLXCACHE_API_KEY.")
+    context = info.context_length
+    for name, line in (
+        ("In another terminal, for a coding agent in your project", f"cd YOUR-PROJECT\n{launch}"),
+        ("Claude Code by hand, there", claude_code_line(url, info.id, context, has_key=has_key)),
+        ("anyclaude by hand, there", anyclaude_line(url, context, has_key=has_key)),
+        ("Others", f"the OpenAI API at {url}/v1, the Anthropic API at {url}"),
+        ("Dashboard", f"{url}/dashboard"),
+    ):
+        console.print(Text.assemble("\n", (name, "bold"), "\n", line))
+    console.print()
+
+
+def _facts(url: str, info: ModelInfo, figures: Mapping[str, Any], routes: Sequence[Route]) -> Text:
+    ram, disk = figures["ram"]["limit_bytes"], figures["disk"]
+    context = f"{info.context_length:,} tokens"
+    if info.context_length < info.max_context_length:
+        context += f" (the model has {info.max_context_length:,})"
+    several = figures.get("models", ())
+    model = info.id + (f", drafted for by {info.draft}" if info.draft else "")
+    own = [("Model", model)] if not several else _models(several, routes)
+    beside = f"beside the model's {format_size(info.weights_bytes)}"
+    lines = (
+        ("Address", url),
+        *own,
+        ("Context", context),
+        ("RAM", f"{format_size(ram)}, {'with the weights of all models' if several else beside}"),
+        ("Disk", _disk(disk["used_bytes"], disk["limit_bytes"], disk.get("reason"))),
+    )
+    return Text("\n").join(Text.assemble((f"{name:<9}", "bold"), value) for name, value in lines)
+
+
+def _models(models: Sequence[Mapping[str, Any]], routes: Sequence[Route]) -> list[tuple[str, str]]:
+    lines: list[tuple[str, str]] = []
+    for one in models:
+        names = [one["label"], *one["aliases"]]
+        known = {name.lower() for name in names}
+        names += [route.pattern for route in routes if route.name.lower() in known]
+        when = ", and for all other names" if one["default"] else ", loaded at its first request"
+        lines.append(("" if lines else "Models", ", ".join(names) + when))
+    return lines
+
+
+def _disk(used: int, limit: int, reason: str | None) -> str:
+    """Describe the disk tier; `reason` says why it cannot be written, or its index not be read."""
+    lost = "computed prefixes are lost when the server ends"
+    if reason is not None:
+        kept = f"; the {format_size(used)} there are still read" if used else ""
+        return f"off, {lost}{kept}. {reason}"
+    if not limit:
+        return f"off: {lost}"
+    return f"{format_size(limit)}, {format_size(used)} of it used"
+
+
+def print_run_summary(console: Console, figures: Mapping[str, Any], tally: Tally) -> None:
+    """Print what a server did since it started: its requests, their mean times, and reuse.
+
+    `figures` is the body of `GET /v1/cache`, which must count at least one request.
+    """
+    requests, saved = figures["requests"], figures["saved"]
+    tokens = {f"{name}_tokens": count for name, count in figures["tokens"].items()}
+    kinds = [
+        f"{requests[kind]:,} {kind}" for kind in ("cold", "warm", "restored") if requests[kind]
+    ]
+    waits = [
+        f"{show.format_duration(times.average)} {kind}"
+        for kind, times in tally.first_token.items()
+        if times.average is not None
+    ]
+    lines = [("Requests", f"{requests['total']:,} ({', '.join(kinds)})")]
+    if waits:
+        lines.append(("First token", f"after {', '.join(waits)}, on average"))
+    lines.append(("Reused", show.format_reuse(tokens)))
+    if saved["tokens"]:
+        lines.append(("Time saved", show.format_saved(tokens["cached_tokens"], saved)))
+    names = ("drafted", "accepted", "passes", "saved_s")
+    guesses = [sum(figures["guesses"][name].values()) for name in names]
+    if guesses[0]:
+        lines.append(("Guesses", show.format_guesses(*guesses)))
+    console.print(Text("\nThis run", "bold"))
+    for name, value in lines:
+        console.print(f"{name:<12} {value}")

@@ -10,37 +10,27 @@ from typing import Annotated, Any
 import typer
 
 from mlxcache.cli import show
-from mlxcache.cli.confirm import Yes, confirm, require_terminal_or_yes
-from mlxcache.cli.output import visible
-from mlxcache.cli.show import Result
-from mlxcache.cli.target import ApiKey, CacheDir, Json, Url, Where, located
+from mlxcache.cli.options import Where, list_by_default, located
+from mlxcache.cli.output import Yes, confirm, require_terminal_or_yes, visible
+from mlxcache.cli.show import Column, Result
 from mlxcache.config import load_settings
 from mlxcache.errors import ConfigError, MlxcacheError, NotFound
 from mlxcache.names import clean_name
 
-app = typer.Typer(
-    name="sessions",
-    help="List, show, pin, rename, fork and remove sessions, with a running server or without.",
-    invoke_without_command=True,
-    add_completion=False,
-)
+app = typer.Typer(name="sessions", invoke_without_command=True, add_completion=False)
 
 
 def complete_id(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
-    """Return completions of `incomplete` from the cache folder's sessions, each with a hint.
-
-    Ids that match come first, with the session's name or title as the hint. Names that match
-    follow, with the id as the hint.
-    """
+    """Complete ids of the cache folder's sessions, each with its name; then names, with the id."""
     # Here and not above: a shell that completes something else need not wait for it.
-    from mlxcache.store.mac_folder import STORE, locate_cache_dir  # noqa: PLC0415
+    from mlxcache.store.folder import STORE  # noqa: PLC0415
     from mlxcache.store.session_names import list_session_names  # noqa: PLC0415
 
     try:
         settings = load_settings({"cache_dir": ctx.params.get("cache_dir")}, os.environ)
     except ConfigError:
         return []  # the command itself says what is wrong
-    rows = list_session_names(locate_cache_dir(settings.cache_dir) / STORE)
+    rows = list_session_names(settings.cache_dir / STORE)
     ids = [(id, visible(name)[:_HINT]) for id, name in rows if id.startswith(incomplete)]
     names = [(name, id) for id, name in rows if incomplete and name.startswith(incomplete)]
     return [*ids, *((name, id) for name, id in names if name.isprintable() and " " not in name)]
@@ -59,37 +49,18 @@ Id = Annotated[
 _LEAST_END = 8
 """Minimum characters of the end of a label or id that names a session; the log shows as many."""
 
-_HINT = 60
-"""Maximum characters of a session's name shown beside a completed id."""
+_HINT, _MOST_NAMED = 60, 5
 
-_COLUMNS = (
-    ("id", "left"),
-    ("name", "left"),
-    ("tokens", "right"),
-    ("RAM", "right"),
-    ("disk", "right"),
-    ("tier", "left"),
-    ("pinned", "left"),
-    ("last used", "right"),
+_COLUMNS: tuple[Column, ...] = (
+    ("id", "left", lambda one: one["id"]),
+    ("name", "left", show.session_name),
+    ("tokens", "right", lambda one: f"{one['tokens']:,}"),
+    ("RAM", "right", lambda one: show.format_size_or_dash(one["ram_bytes"])),
+    ("disk", "right", lambda one: show.format_size_or_dash(one["disk_bytes"])),
+    ("tier", "left", lambda one: one["tier"] or "-"),
+    ("pinned", "left", lambda one: "yes" if one["pinned"] else ""),
+    ("last used", "right", lambda one: show.format_age(one["last_used_at"])),
 )
-
-
-@app.callback()
-def sessions(
-    ctx: typer.Context,
-    *,
-    as_json: Json = False,
-    url: Url = None,
-    api_key: ApiKey = None,
-    cache_dir: CacheDir = None,
-) -> None:
-    """List, show, pin, rename, fork and remove sessions, with a running server or without.
-
-    Without a command, list them.
-    """
-    ctx.obj = (url, api_key, cache_dir)
-    if ctx.invoked_subcommand is None:
-        list_sessions(ctx, as_json=as_json)
 
 
 @app.command("list")
@@ -101,6 +72,13 @@ def list_sessions(where: Where) -> Result:
     if found:
         return Result(listed, partial(print_sessions, found))
     return Result(listed, show.no_sessions_text(where.computing(), str(where)))
+
+
+list_by_default(
+    app,
+    list_sessions,
+    "List, show, pin, rename, fork and remove sessions, with a running server or without.",
+)
 
 
 @app.command("show")
@@ -183,10 +161,10 @@ def rm(where: Where, id: Id, *, yes: Yes = False) -> Result:
 
 
 def find_session(sessions: list[dict[str, Any]], text: str) -> str:
-    """Return the id of the one of `sessions`, as in `GET /v1/sessions`, that `text` names.
+    """Return the id of the one of `sessions` that `text` names.
 
-    Tries an id, then a name, the start of an id, a title or label, and the end of a label or id,
-    as the log shows it. Raises NotFound if nothing matches, or if the first of these to match finds
+    Tries an id, then a name, the start of an id, a title or label, and the end of a label or id, as
+    the log shows it. Raises NotFound if nothing matches, or if the first of these to match finds
     several sessions.
     """
     ways: tuple[Callable[[dict[str, Any]], bool], ...] = (
@@ -201,44 +179,29 @@ def find_session(sessions: list[dict[str, Any]], text: str) -> str:
         ),
     )
     for way in ways if text else ():
-        found = [str(one["id"]) for one in sessions if way(one)]
+        found = [one for one in sessions if way(one)]
         if len(found) == 1:
-            return found[0]
+            return str(found[0]["id"])
         if found:
-            named = _with_models(sessions, found)
-            raise NotFound(f"{text!r} matches several sessions: {_join_some(named)}. Give the id.")
+            several = len({one["model"] for one in found}) > 1
+            of = [f" ({visible(one['model'])})" if several else "" for one in found]
+            named = [f"{one['id']}{model}" for one, model in zip(found, of, strict=True)]
+            some = ", ".join(named[:_MOST_NAMED])
+            some += f" and {len(named) - _MOST_NAMED} more" if len(named) > _MOST_NAMED else ""
+            raise NotFound(f"{text!r} matches several sessions: {some}. Give the id.")
     raise NotFound(f"No session has the id, name or title {text!r}: see `mlxcache sessions`.")
 
 
-def _with_models(sessions: list[dict[str, Any]], ids: list[str]) -> list[str]:
-    """Return each of `ids` as text, followed by its session's model if these models differ."""
-    models = {one["id"]: one["model"] for one in sessions if one["id"] in ids}
-    several = len(set(models.values())) > 1
-    return [f"{id} ({visible(models[id])})" if several else id for id in ids]
-
-
 def print_sessions(sessions: Iterable[dict[str, Any]]) -> None:
-    """Print a table with one line per session. Long names are shortened to fit the terminal.
-
-    There is a column for the client if the sessions are of several clients, and likewise one for
-    the model. `sessions`: as in `GET /v1/sessions`.
-    """
-    listed = list(sessions)
-    columns, rows = list(_COLUMNS), [list(_session_row(one)) for one in listed]
+    """Print a table of sessions, with clients and models if there are several of them."""
+    listed, columns = list(sessions), list(_COLUMNS)
     if show.has_several_models(listed):
-        columns.insert(2, ("model", "left"))
-        for one, row in zip(listed, rows, strict=True):
-            row.insert(2, one["model"])
+        columns.insert(2, ("model", "left", lambda one: one["model"]))
     if show.has_several_clients(listed):
-        columns.insert(2, ("client", "left"))
-        for one, row in zip(listed, rows, strict=True):
-            row.insert(2, show.client_name(one.get("client")) or "-")
-    show.print_table(columns, rows, cut=1)
-
-
-def _join_some(ids: list[str], most: int = 5) -> str:
-    more = len(ids) - most
-    return ", ".join(ids[:most]) + (f" and {more} more" if more > 0 else "")
+        columns.insert(
+            2, ("client", "left", lambda one: show.client_name(one.get("client")) or "-")
+        )
+    show.print_objects(columns, listed, cut=1)
 
 
 def _patch_session(where: Where, id: str, done: str, **changes: Any) -> Result:
@@ -246,24 +209,7 @@ def _patch_session(where: Where, id: str, done: str, **changes: Any) -> Result:
     return Result(changed, f"{done}: {changed['id']} {show.session_name(changed)}".rstrip())
 
 
-def _session_row(one: dict[str, Any]) -> tuple[str, ...]:
-    return (
-        one["id"],
-        show.session_name(one),
-        f"{one['tokens']:,}",
-        show.format_size_or_dash(one["ram_bytes"]),
-        show.format_size_or_dash(one["disk_bytes"]),
-        one["tier"] or "-",
-        "yes" if one["pinned"] else "",
-        show.format_age(one["last_used_at"]),
-    )
-
-
 def _request_facts(figures: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return pairs of a label and a text for the `figures` of a session in `GET /v1/sessions`.
-
-    Figures without a value are omitted.
-    """
     if not figures["requests"]:
         return []
     facts = [("requests", f"{figures['requests']:,}")]
@@ -303,19 +249,15 @@ def _print_session(one: dict[str, Any]) -> None:
             ("last used", show.format_time(one["last_used_at"])),
         )
     )
-    columns = (("leaf", "left"), ("tokens", "right"), ("in RAM", "right"), ("durable", "right"))
     print()
-    show.print_table(
-        (*columns, ("turns", "right"), ("last used", "right")),
+    show.print_objects(
         (
-            (
-                leaf["kind"],
-                f"{leaf['tokens']:,}",
-                f"{leaf['ram_tokens']:,}",
-                f"{leaf['durable_tokens']:,}",
-                f"{leaf['turns']:,}",
-                show.format_age(leaf["last_used_at"]),
-            )
-            for leaf in one["leaves"]
+            ("leaf", "left", lambda leaf: leaf["kind"]),
+            ("tokens", "right", lambda leaf: f"{leaf['tokens']:,}"),
+            ("in RAM", "right", lambda leaf: f"{leaf['ram_tokens']:,}"),
+            ("durable", "right", lambda leaf: f"{leaf['durable_tokens']:,}"),
+            ("turns", "right", lambda leaf: f"{leaf['turns']:,}"),
+            ("last used", "right", lambda leaf: show.format_age(leaf["last_used_at"])),
         ),
+        one["leaves"],
     )

@@ -7,25 +7,20 @@ import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from mlxcache.cli.output import UNSEEN, console, visible
 from mlxcache.config import format_size
-
-if TYPE_CHECKING:
-    from mlxcache.engine.metrics import Tally
 
 _PIPE_WIDTH = 240
 """Width in columns of a table written to a file or a pipe: wide enough that nothing is cut."""
 
 _MIN_CUT_WIDTH = 10
-"""Minimum width in columns of the column that is shortened on a narrow terminal."""
 
 _MIN_GAP_WIDTH = 24
 """If the shortened column would be narrower than this, the gap between columns is 1, not 2."""
@@ -34,25 +29,20 @@ _AGES = ((86400, "d"), (3600, "h"), (60, "min"))
 
 
 def print_json(value: Any) -> None:
-    """Print `value` as JSON on standard output. Control characters are escaped."""
+    """Print `value` as JSON on standard output, with control characters escaped."""
     text = json.dumps(value, indent=2, ensure_ascii=False)
     print(UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Result of a command.
-
-    `value` is printed with --json. `text`, a line or a function that prints, is used otherwise.
-    `status` is the exit status.
-    """
+    """Result of a command: `value` for --json, else `text`, a line or a function that prints."""
 
     value: Any
     text: str | Callable[[], None]
     status: int = 0
 
     def print(self, *, as_json: bool) -> None:
-        """Print the result. Raises typer.Exit if the status is not 0."""
         if as_json:
             print_json(self.value)
         elif isinstance(self.text, str):
@@ -66,11 +56,10 @@ class Result:
 def print_table(
     columns: Sequence[tuple[str, str]], rows: Iterable[Sequence[str]], *, cut: int | None = None
 ) -> None:
-    """Print `rows` as a table.
+    """Print `rows` under `columns`, each a heading and `left` or `right`.
 
-    `columns` holds pairs of a heading and the column's alignment, `left` or `right`; if all
-    headings are empty, their line is omitted. If the terminal is too narrow, only the column with
-    index `cut` is shortened, so that ids in the others can be copied.
+    Empty headings are omitted. If the terminal is too narrow, only the column with index `cut` is
+    shortened, so that ids in the others can be copied.
     """
     cells = ([visible(cell).replace("\n", " ") for cell in row] for row in rows)
     lines = [[heading for heading, _ in columns], *cells]
@@ -98,49 +87,25 @@ def print_table(
     Console(highlight=False, markup=False, width=full).print(made)
 
 
+Column = tuple[str, str, Callable[[dict[str, Any]], str]]
+"""A heading, `left` or `right`, and a function that returns the cell of an object."""
+
+
+def print_objects(
+    columns: Sequence[Column],
+    objects: Iterable[dict[str, Any]],
+    *,
+    cut: int | None = None,
+) -> None:
+    rows = ([text(one) for _, _, text in columns] for one in objects)
+    print_table([(heading, justify) for heading, justify, _ in columns], rows, cut=cut)
+
+
 def print_facts(pairs: Iterable[tuple[str, str]]) -> None:
-    """Print names with their values, one pair per line."""
     print_table((("", "left"), ("", "left")), pairs)
 
 
-def print_run_summary(console: Console, figures: Mapping[str, Any], tally: Tally) -> None:
-    """Print what a server did since it started: its requests, their times, and reuse.
-
-    The times are the mean times to the first token, and the time saved. `figures` is the body of
-    `GET /v1/cache`, which must count at least one request. `tally` holds the times to the first
-    token by kind of request: cold, warm, restored.
-    """
-    requests, saved = figures["requests"], figures["saved"]
-    tokens = {f"{name}_tokens": count for name, count in figures["tokens"].items()}
-    kinds = [
-        f"{requests[kind]:,} {kind}" for kind in ("cold", "warm", "restored") if requests[kind]
-    ]
-    waits = [
-        f"{format_duration(times.average)} {kind}"
-        for kind, times in tally.first_token.items()
-        if times.average is not None
-    ]
-    lines = [("Requests", f"{requests['total']:,} ({', '.join(kinds)})")]
-    if waits:
-        lines.append(("First token", f"after {', '.join(waits)}, on average"))
-    lines.append(("Reused", format_reuse(tokens)))
-    if saved["tokens"]:
-        lines.append(("Time saved", format_saved(tokens["cached_tokens"], saved)))
-    names = ("drafted", "accepted", "passes", "saved_s")
-    guesses = [sum(figures["guesses"][name].values()) for name in names]
-    if guesses[0]:
-        lines.append(("Guesses", format_guesses(*guesses)))
-    console.print(Text("\nThis run", "bold"))
-    for name, value in lines:
-        console.print(f"{name:<12} {value}")
-
-
 def format_guesses(drafted: int, accepted: int, passes: int, saved_s: float) -> str:
-    """Format how many proposed tokens were accepted, in how many passes, and the time saved.
-
-    `drafted` counts the tokens that a draft model or guesses from the conversation proposed.
-    `saved_s` is in seconds, and negative if time was lost.
-    """
     text = f"{accepted:,} of {drafted:,} tokens accepted in {passes:,} passes"
     if saved_s >= 0:
         return f"{text}, {format_duration(saved_s)} saved"
@@ -148,12 +113,7 @@ def format_guesses(drafted: int, accepted: int, passes: int, saved_s: float) -> 
 
 
 def format_saved(cached_tokens: int, saved: Mapping[str, Any]) -> str:
-    """Format the time that caching saved.
-
-    `saved`, as in `GET /v1/cache`, has the number of cached `tokens` whose cost is known, and the
-    `seconds` that computing them would take. If `tokens` is less than `cached_tokens`, the number
-    of all cached tokens, the result begins with "at least".
-    """
+    """Format `saved` of `GET /v1/cache`, whose time may be known of fewer tokens than all."""
     least = "at least " if saved["tokens"] < cached_tokens else ""
     return f"{least}{format_duration(saved['seconds'])}"
 
@@ -161,8 +121,7 @@ def format_saved(cached_tokens: int, saved: Mapping[str, Any]) -> str:
 def no_sessions_text(computing: int, where: str = "") -> str:
     """Return the sentence to print in place of a table of sessions if there are none.
 
-    `computing` counts the running and waiting requests, which may still become sessions. `where`
-    names the server or the folder, such as `in FOLDER`; "" leaves it out.
+    The running and waiting requests, `computing`, may still become sessions.
     """
     place = f" ({where})" if where else ""
     if not computing:
@@ -176,7 +135,6 @@ def no_sessions_text(computing: int, where: str = "") -> str:
 
 
 def session_name(session: dict[str, Any]) -> str:
-    """Return a session's display name: its name, else its title, its label, or a dash."""
     return visible(str(session["name"] or session["title"] or session["label"] or "-"))
 
 
@@ -186,12 +144,10 @@ def client_name(client: str | None) -> str:
 
 
 def has_several_clients(sessions: Iterable[Mapping[str, Any]]) -> bool:
-    """Return whether sessions of more than one client program are among `sessions`."""
     return len({client_name(one.get("client")) for one in sessions} - {""}) > 1
 
 
 def has_several_models(sessions: Iterable[Mapping[str, Any]]) -> bool:
-    """Return whether sessions of more than one model are among `sessions`."""
     return len({one.get("model") for one in sessions} - {None}) > 1
 
 
@@ -203,18 +159,12 @@ _UNLOADED_FOR = {
 
 
 def unloaded_because(model: Mapping[str, Any]) -> str:
-    """Return why a model of a server was unloaded, such as "it was idle"; "" if it was not.
-
-    `model` is its object in `GET /v1/models`.
-    """
+    """Return why a model of `GET /v1/models` was unloaded; "" if it was not."""
     return _UNLOADED_FOR.get(model.get("unloaded_for") or "", "")
 
 
 def model_state(model: Mapping[str, Any]) -> str:
-    """Return the state of a model of a server: `loading 40%`, or `unloaded: it was idle`.
-
-    `model` is its object in `GET /v1/models`, or in `models` of `GET /v1/cache`.
-    """
+    """Return the state of a model of `GET /v1/models`: `loading 40%`, `unloaded: it was idle`."""
     state, because = str(model["state"]), unloaded_because(model)
     if state == "never":
         return "not loaded yet"
@@ -229,7 +179,6 @@ def format_count(number: int, noun: str) -> str:
 
 
 def format_size_or_dash(nbytes: int | None) -> str:
-    """Format a size in bytes. 0 and None become a dash."""
     return format_size(nbytes) if nbytes else "-"
 
 
@@ -246,11 +195,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_reuse(tokens: Mapping[str, int]) -> str:
-    """Format how many of the prompt tokens were reused.
-
-    Prompt tokens that a cancelled request left uncomputed do not count. `tokens` has
-    `cached_tokens`, `restored_tokens` and `fed_tokens`.
-    """
+    """Format how many prompt tokens were reused; those a cancel left uncomputed do not count."""
     cached, restored, fed = (tokens[f"{x}_tokens"] for x in ("cached", "restored", "fed"))
     prompt = cached + fed
     share = f" ({cached / prompt:.0%})" if prompt else ""
@@ -259,10 +204,7 @@ def format_reuse(tokens: Mapping[str, int]) -> str:
 
 
 def format_age(at: float) -> str:
-    """Format the time since `at` in days, hours or minutes: "3 h ago".
-
-    `at` is in seconds since 1970. Less than a minute ago is "now".
-    """
+    """Format the time since `at`, in seconds since 1970: "3 h ago"."""
     passed = max(0.0, time.time() - at)
     for seconds, unit in _AGES:
         if passed >= seconds:
@@ -271,5 +213,4 @@ def format_age(at: float) -> str:
 
 
 def format_time(at: float) -> str:
-    """Format `at`, in seconds since 1970, as local date and time."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))

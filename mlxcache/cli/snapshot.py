@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -10,12 +11,11 @@ from typing import Annotated
 import typer
 
 from mlxcache.cli import show
-from mlxcache.cli.confirm import Yes, confirm
-from mlxcache.cli.output import visible
+from mlxcache.cli.options import Where, located
+from mlxcache.cli.output import Yes, confirm, visible
 from mlxcache.cli.progress import byte_bar
 from mlxcache.cli.sessions import Id, find_session
 from mlxcache.cli.show import Result, format_count
-from mlxcache.cli.target import Where, located
 from mlxcache.config import format_size
 from mlxcache.errors import ConfigError, MlxcacheError, SnapshotRefused
 from mlxcache.names import clean_name
@@ -39,8 +39,6 @@ _ARCHIVES = (
 
 
 class Format(StrEnum):
-    """File format of an exported session: a snapshot, or a prompt cache of mlx-lm."""
-
     MLXCACHE = "mlxcache"
     MLX_LM = "mlx-lm"
 
@@ -87,11 +85,6 @@ def snapshot(
 
 
 def _confirm_replacing(path: Path, *, yes: bool) -> None:
-    """Ask for confirmation if the file at `path` exists, unless `yes`.
-
-    Raises ConfigError if the path is not a regular file, or without a terminal to ask at. Raises
-    MlxcacheError if the user refuses, or if the path cannot be examined.
-    """
     try:
         if not path.exists():
             return
@@ -146,17 +139,21 @@ def restore(
 
 
 def check_snapshot(file: Path) -> None:
-    """Check by its header that `file` is a snapshot or a prompt cache of mlx-lm.
-
-    If it is neither, raises MlxcacheError, which says what was expected and what the file is.
-    """
-    from mlxcache.store.snapshot_format import detect_format  # noqa: PLC0415 - numpy takes a while
+    """Raise MlxcacheError, which says what the file is, if `file` can be no snapshot."""
+    # numpy takes a while, and --help needs none of it
+    from mlxcache.safetensors import OPENING  # noqa: PLC0415
+    from mlxcache.store.snapshot_format import FORMAT, detect_format  # noqa: PLC0415
 
     try:
         detect_format(file)
     except SnapshotRefused as error:
-        head, size = _read_head(file)
-        if _is_of_mlxcache(head):
+        try:
+            with file.open("rb") as opened:
+                head, size = opened.read(_HEAD), os.fstat(opened.fileno()).st_size
+        except OSError as failure:
+            raise MlxcacheError(f"{file} cannot be read: {failure.strerror}.") from failure
+        header = head[_LENGTH:]
+        if header.startswith(OPENING) or f'"{FORMAT}"'.encode() in header:
             raise MlxcacheError(
                 f"{file} is a damaged snapshot: {_reason(error)}. Copy it again, or take it again "
                 "with `mlxcache snapshot`."
@@ -166,31 +163,11 @@ def check_snapshot(file: Path) -> None:
         ) from error
 
 
-def _read_head(file: Path) -> tuple[bytes, int]:
-    """Return the first `_HEAD` bytes of `file`, and its size in bytes. Raises MlxcacheError."""
-    try:
-        with file.open("rb") as opened:
-            return opened.read(_HEAD), os.fstat(opened.fileno()).st_size
-    except OSError as failure:
-        raise MlxcacheError(f"{file} cannot be read: {failure.strerror}.") from failure
-
-
-def _is_of_mlxcache(head: bytes) -> bool:
-    """Return whether the first bytes of a file are those of a snapshot of mlxcache."""
-    from mlxcache.safetensors import OPENING  # noqa: PLC0415 - loads what --help need not
-    from mlxcache.store.snapshot_format import FORMAT  # noqa: PLC0415 - numpy takes a while
-
-    below = head[_LENGTH:]
-    return below.startswith(OPENING) or f'"{FORMAT}"'.encode() in below
-
-
 def _reason(error: SnapshotRefused) -> str:
-    """Return the cause for which a file's header was refused, as a phrase."""
     return str(error.__cause__ or error).rstrip(".")
 
 
 def _describe_wrong(head: bytes, size: int, error: SnapshotRefused) -> str:
-    """Describe a file of `size` bytes that was refused with `error`, from its first bytes."""
     if not head:
         return "it is empty"
     for start, name in _ARCHIVES:
@@ -199,17 +176,9 @@ def _describe_wrong(head: bytes, size: int, error: SnapshotRefused) -> str:
     if _OFFSETS in head[_LENGTH:]:
         damage = f"; {_reason(error)}" if error.__cause__ else ""
         return f"it is a safetensors file of another kind, such as weights{damage}"
-    text = _printable_start(head)
-    if text is not None:
-        return f"it is a text that begins with {text!r}"
-    return f"it is {format_size(size)} of an unknown format"
-
-
-def _printable_start(head: bytes) -> str | None:
-    """Return the first characters of `head` if it is printable UTF-8 text, else None."""
-    try:
+    with suppress(UnicodeDecodeError):
         text = head.decode(errors="strict" if len(head) < _HEAD else "ignore").strip()
-    except UnicodeDecodeError:
-        return None
-    shown = text[:_SHOWN_CHARS]
-    return shown if all(c.isprintable() or c.isspace() for c in shown) else None
+        shown = text[:_SHOWN_CHARS]
+        if all(c.isprintable() or c.isspace() for c in shown):
+            return f"it is a text that begins with {shown!r}"
+    return f"it is {format_size(size)} of an unknown format"

@@ -17,12 +17,11 @@ from typing import Any
 import pytest
 
 from mlxcache.cache.capacity import fit
-from mlxcache.cli.doctor import clients, disk, machine, serving
+from mlxcache.cli.doctor import clients, disk, machine, network
 from mlxcache.cli.doctor.command import Report, run_checks
 from mlxcache.cli.doctor.finding import Finding, worst
 from mlxcache.cli.doctor.machine import Host
-from mlxcache.cli.doctor.model import as_object, examine_fit, options
-from mlxcache.cli.doctor.several import Checked, examine_together
+from mlxcache.cli.doctor.models import Checked, examine_fit, examine_together, options
 from mlxcache.config import Settings
 from mlxcache.config.models import ModelEntry
 from mlxcache.model.examine import examine
@@ -366,12 +365,12 @@ def test_a_port_in_use_is_a_failure_that_names_the_program() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        found = serving.examine_port(Settings(port=port))
+        found = network.examine_port(Settings(port=port))
         assert found.status == "fail"
         if sys.platform == "linux":  # on a Mac only root may list connections
             assert str(os.getpid()) in found.value
-    assert serving.examine_port(Settings(port=free_port())).status == "ok"
-    assert serving.examine_port(Settings(port=0)).status == "ok"
+    assert network.examine_port(Settings(port=free_port())).status == "ok"
+    assert network.examine_port(Settings(port=0)).status == "ok"
 
 
 def doctor(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -514,7 +513,7 @@ def test_the_library_that_runs_a_model_is_named(toy: Any) -> None:
         other = replace(found, info=replace(found.info, backend=backend))
         said = examine_fit(other, fitted)[0].value
         assert ("(llama, run by mlx-vlm)" in said) == (backend == "mlx-vlm")
-        assert as_object(other, fitted)["backend"] == backend
+        assert Checked(ModelEntry(None), other, fitted).as_object()["backend"] == backend
 
 
 @pytest.mark.parametrize("model", ["toy_llama", "toy_muse"])
@@ -524,7 +523,7 @@ def test_whether_a_model_takes_images_is_told(model: str, request: pytest.Fixtur
     found = examine(ModelSpec(str(path), trust_remote_code=True))
     fitted = fit(found.layout, ram=GB, disk=0, tokens=())
     assert (", takes images), " in examine_fit(found, fitted)[0].value) == sees
-    assert as_object(found, fitted)["images"] == sees
+    assert Checked(ModelEntry(None), found, fitted).as_object()["images"] == sees
 
 
 def test_why_images_are_not_fed_is_told(toy: Any) -> None:
@@ -551,7 +550,7 @@ def test_a_model_that_mlx_vlm_feeds_images_is_told(toy: Any) -> None:
         found = examine(ModelSpec(path, images=images))
         fitted = fit(found.layout, ram=GB, disk=0, tokens=())
         assert said in examine_fit(found, fitted)[0].value
-        assert as_object(found, fitted)["images"] == images
+        assert Checked(ModelEntry(None), found, fitted).as_object()["images"] == images
 
 
 @pytest.mark.parametrize("off", [False, True])

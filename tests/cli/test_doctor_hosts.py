@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxcache.cli.doctor.hosts import Run, examine_hosts, run_command
+from mlxcache.cli.doctor.network import Run, examine_hosts, run_command
 from mlxcache.config import Settings
 from mlxcache.ranks.group import versions
 

@@ -12,7 +12,7 @@ import pytest
 from mlxcache.cli.doctor import machine
 from mlxcache.cli.doctor.command import run_checks
 from mlxcache.cli.doctor.finding import Finding
-from mlxcache.cli.doctor.mac import Power, examine_mac, read_power
+from mlxcache.cli.doctor.machine import Power, examine_mac, read_power
 from mlxcache.config import Settings
 from tests.cli.macs import BATTERY, DESKTOP, DISPLAYS, LAPTOP, NEWEST, SETTINGS, VIRTUAL, Recorded
 

@@ -1,4 +1,4 @@
-"""Commands, servers and programs with the default cache folder of a Mac."""
+"""Servers and programs with the default cache folder of a Mac."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from typer.testing import CliRunner
 from mlxcache.bench.process import free_port
 from mlxcache.cli import server
 from mlxcache.cli.main import app
-from mlxcache.cli.offline import Offline
-from mlxcache.cli.target import find_target
 from mlxcache.config import Settings
 from mlxcache.embed import Model
 from mlxcache.store.lock import serving
@@ -36,15 +34,6 @@ def used(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
     monkeypatch.setattr(server, "run", run)
     monkeypatch.setattr("mlxcache.cli.serve.configure_logging", lambda *_: None)
     return settings
-
-
-def test_commands_see_the_former_sessions_before_a_server_moved_them(mac):
-    """Without moving them."""
-    mac.fill(mac.former)
-    found = find_target(None, None, None)
-    assert isinstance(found, Offline)
-    assert found.cache_dir == mac.former
-    assert not mac.new.exists()
 
 
 def test_a_server_moves_the_former_folder_before_it_starts(mac, used):

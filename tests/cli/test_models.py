@@ -19,7 +19,7 @@ import pytest
 from huggingface_hub import constants
 from typer.testing import CliRunner, Result
 
-from mlxcache.cli import confirm
+from mlxcache.cli import output
 from mlxcache.cli.main import app
 from mlxcache.cli.models import complete_downloaded
 from mlxcache.model import hub as hub_module
@@ -362,7 +362,7 @@ def test_a_model_is_removed_after_asking(
     """Off a terminal --yes is needed; the bytes are those of the files."""
     call("pull", MODEL)
     assert "add --yes" in call("rm", MODEL, status=2).output
-    monkeypatch.setattr(confirm, "can_ask", lambda: True)
+    monkeypatch.setattr(output, "can_ask", lambda: True)
     result = CliRunner().invoke(app, ["models", "rm", MODEL], input="n\n")
     assert "Remove owner/name, " in result.output
     assert "Nothing was changed" in result.output

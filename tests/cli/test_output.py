@@ -7,7 +7,8 @@ import pytest
 import typer
 from rich.console import Console
 
-from mlxcache.cli.output import ConsoleHandler, log_line, reporting
+from mlxcache.cli.log import ConsoleHandler, log_line
+from mlxcache.cli.output import reporting
 from mlxcache.cli.progress import loading_bar
 from mlxcache.errors import ConfigError, ModelError
 from mlxcache.types import RequestRecord

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from mlxcache.cli import own_command as module
+from mlxcache.cli.options import find_server
 from mlxcache.cli.own_command import launch_command, own_command
 from mlxcache.cli.remote import NoServer
-from mlxcache.cli.target import find_server
 from mlxcache.config.folder import default_cache_dir
 
 HERE = "http://127.0.0.1:8081"
@@ -68,14 +67,6 @@ def test_launch_gets_the_address_where_it_would_not_find_the_server(tmp_path: Pa
     for url in ("http://127.0.0.1:8082", "http://192.168.1.7:8081"):
         assert launch_command(url, default) == f"{own_command()} launch --url {url}"
     assert launch_command(HERE, tmp_path) == f"{own_command()} launch --url {HERE}"
-
-
-def test_the_former_folder_of_a_mac_is_found_without_an_address(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is used until it is moved."""
-    monkeypatch.setattr(module, "former_cache_dir", lambda: tmp_path)
-    assert launch_command(HERE, tmp_path).endswith(" launch")
 
 
 def test_a_command_without_a_server_names_the_command_that_starts_one(

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from mlxcache.cli.main import warn_of_unknown_variables
-from mlxcache.cli.service import MOST_S, NOTE, RECENT_S, SERVICE, backing_off
+from mlxcache.cli.options import SERVICE
+from mlxcache.cli.serve import MOST_S, NOTE, RECENT_S, backing_off
 
 LAUNCHD = {SERVICE: "launchd"}
 

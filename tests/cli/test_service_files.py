@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxcache.cli.service import SERVICE
+from mlxcache.cli.options import SERVICE
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "service"

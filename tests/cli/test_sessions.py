@@ -20,11 +20,11 @@ import httpx
 import pytest
 from typer.testing import CliRunner, Result
 
-from mlxcache.cli import confirm
+from mlxcache.cli import output
 from mlxcache.cli.main import app
+from mlxcache.cli.options import find_server
 from mlxcache.cli.remote import NoServer, Remote
 from mlxcache.cli.sessions import find_session
-from mlxcache.cli.target import find_server
 from mlxcache.errors import ConfigError, NotFound
 from mlxcache.store.lock import serving
 from tests.forked import served
@@ -463,7 +463,7 @@ def test_what_removes_or_replaces_asks_first(
     words = [word.format(file=file) for word in command]
     refused = call(*words, *offline, status=2).output
     assert "--yes" in refused
-    monkeypatch.setattr(confirm, "can_ask", lambda: True)
+    monkeypatch.setattr(output, "can_ask", lambda: True)
     for answer in ("n\n", "\n"):
         result = CliRunner().invoke(app, [*words, *offline], input=answer)
         assert result.exit_code == 1
@@ -481,7 +481,7 @@ def test_what_removes_or_replaces_asks_first(
 def test_the_question_names_what_would_go(
     where: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(confirm, "can_ask", lambda: True)
+    monkeypatch.setattr(output, "can_ask", lambda: True)
     one = next(one for one in listing(*where) if one["label"] == "one")
 
     def ask_and_refuse(*words: str) -> str:

@@ -22,8 +22,8 @@ from mlxcache.cli.lazy import load_all
 from mlxcache.cli.main import COMMANDS as LAZY
 from mlxcache.cli.main import app
 from mlxcache.cli.remote import Remote
+from mlxcache.cli.server import print_welcome
 from mlxcache.cli.sessions import print_sessions
-from mlxcache.cli.welcome import print_welcome
 from mlxcache.config import load_settings
 from mlxcache.config.models import Route
 from mlxcache.errors import ConfigError

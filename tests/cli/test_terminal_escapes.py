@@ -13,9 +13,9 @@ from rich.console import Console
 
 from mlxcache.api.http import read_client_name, read_session_label
 from mlxcache.cli import show
-from mlxcache.cli.output import ConsoleHandler, reporting
-from mlxcache.cli.top.state import LiveState
-from mlxcache.cli.top.view import render
+from mlxcache.cli.log import ConsoleHandler
+from mlxcache.cli.output import reporting
+from mlxcache.cli.top import LiveState, render
 from mlxcache.errors import MlxcacheError
 
 EVIL = "a\x1b]52;c;cm0gLXJm\x1b\\\x9b2J\x07b\u202e"

@@ -21,8 +21,7 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from mlxcache.cli.main import app
-from mlxcache.cli.top.state import MAX_RECENT, LiveState
-from mlxcache.cli.top.view import render
+from mlxcache.cli.top import MAX_RECENT, LiveState, render
 from tests.served import default_signals
 
 NOW = 1_795_264_000.0

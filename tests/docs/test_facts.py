@@ -18,8 +18,8 @@ from mlxcache.cache import (
     restore,
     write_behind,
 )
-from mlxcache.cli import protocol, service
-from mlxcache.cli.doctor import disk, mac
+from mlxcache.cli import protocol, serve
+from mlxcache.cli.doctor import disk, machine
 from mlxcache.config import parse_size, sizes
 from mlxcache.config.settings import MOST_DRAFTED
 from mlxcache.engine import keep_awake, metrics
@@ -42,8 +42,8 @@ FACTS = (
     ("configuration", r"memory; at least (\S+ MB)\.", sizes.MIN_RAM),
     ("configuration", r"memory, at least (\S+ GB) and at most 16 GB, is", sizes.LEAST_LEFT),
     ("configuration", r"at least 4 GB and at most (\S+ GB), is", sizes.MOST_LEFT),
-    ("service", r"waits (\d+) seconds at its next start", service.FIRST_S),
-    ("operations", r"such panics of the last (\d+) days", mac.PANIC_DAYS),
+    ("service", r"waits (\d+) seconds at its next start", serve.FIRST_S),
+    ("operations", r"such panics of the last (\d+) days", machine.PANIC_DAYS),
     ("configuration", r"footprint by (\d+)% \(at", round(100 * pressure.TOLERANCE)),
     ("configuration", r"at least (\S+ MiB)\)\. At a warning", pressure.MIN_TOLERANCE),
     ("configuration", r"repeated the same 1 to ([\d,]+) tokens", loop_guard.LONGEST),

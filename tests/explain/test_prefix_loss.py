@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from mlxcache.cli.output import log_line
+from mlxcache.cli.log import log_line
 from mlxcache.engine.engine import Engine
 from mlxcache.explain.compare import LEAST_LOSS
 from mlxcache.types import Chat, Job, Progress, RequestRecord, Text, Thinking, ToolCall

@@ -16,8 +16,8 @@ import httpx
 import pytest
 
 from mlxcache.bench.process import Server, ours, running
+from mlxcache.cli.plan import record
 from mlxcache.cli.remote import Remote
-from mlxcache.cli.trace import record
 from mlxcache.config import parse_size
 from mlxcache.model.examine import examine
 from mlxcache.model.kv import Layout

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from mlxcache.api.metrics import FAMILIES, arrange_figures
 from mlxcache.cli.cache import app
-from mlxcache.cli.doctor.away import examine_remote
+from mlxcache.cli.doctor.network import examine_remote
 from mlxcache.config import Settings
 from mlxcache.config.remote import read_remote_url
 from mlxcache.remote.objects import open_configured, open_remote

@@ -85,7 +85,7 @@ def test_a_recording_is_of_one_owner_and_ends_if_it_lags() -> None:
 
 def test_the_command_says_why_a_recording_ended(tmp_path: Path) -> None:
     """What was recorded stays, and the exit status is 1."""
-    from mlxcache.cli.trace import record
+    from mlxcache.cli.plan import record
     from mlxcache.errors import MlxcacheError
 
     events = [("trace", {"trace": "mlxcache"}), ("request", {"time": 1}), ("end", {"reason": "x"})]

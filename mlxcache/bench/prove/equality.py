@@ -20,7 +20,7 @@ from mlxcache.bench.prove.context import Scale
 from mlxcache.bench.prove.report import Findings
 from mlxcache.engine.runtime import ModelRuntime
 from mlxcache.errors import GenerationFailed
-from mlxcache.guess.passes import LENGTHS, PassCosts
+from mlxcache.guess.rule import LENGTHS, PassCosts
 from mlxcache.model.load import Loaded
 from mlxcache.model.own_time import rounding
 from mlxcache.scheduling.pass_costs import FAR, NEAR

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from packaging.version import Version
 
-from mlxcache.cli.agent_settings import (
+from mlxcache.cli.connect import (
     claude_env,
     claude_folder,
     current_folder,
@@ -29,9 +29,6 @@ GIT = "CLAUDE_CODE_DISABLE_GIT_INSTRUCTIONS"
 CONTEXT = "CLAUDE_CODE_MAX_CONTEXT_TOKENS"
 
 _OFF = ("0", "false", "no", "off")
-"""Values that Claude Code reads as off.
-Source: https://github.com/farion1231/cc-switch/pull/2842
-"""
 
 _ADDRESSES = ("MLX_LM_URL", "LOCAL_URL")
 _MODES = ("mlx-lm", "local")
@@ -55,12 +52,10 @@ def examine_clients(
     which: Which = shutil.which,
     cwd: Path | None = None,
 ) -> list[Finding]:
-    """Check the settings of Claude Code, anyclaude and OpenCode on this machine.
+    """Check the settings of Claude Code, anyclaude and OpenCode, as far as they are found.
 
-    `home` is the user's home folder, and `url` the address of the mlxcache server. `rules` maps
-    each canonicalisation rule to whether it is on. `which` returns the path of a program on the
-    PATH, or None. `cwd` is the project's folder, by default the current one. There are no findings
-    for an agent that is not found. May run `claude --version`, and blocks for that.
+    `url` is the address of the mlxcache server, and `rules` tells of each canonicalisation rule
+    whether it is on. May run `claude --version`, and blocks for that.
     """
     found = []
     settings = claude_folder(environ, home) / "settings.json"
@@ -105,13 +100,7 @@ def _attribution(merged: Mapping[str, str], rules: Mapping[str, bool]) -> Findin
 
 
 def _git(merged: Mapping[str, str], rules: Mapping[str, bool], program: str | None) -> Finding:
-    """Check whether Claude Code puts the git status into its system prompt.
-
-    The status is `warn` if it does, or may do so, and no rule of canonicalisation moves it.
-    `merged`: the environment variables, and over them those of Claude Code's settings. `rules`: for
-    each rule whether it is on. `program`: the path of Claude Code, which is run for its version, or
-    None if it is not installed. Blocks.
-    """
+    """Check whether Claude Code puts the git status into its system prompt. Blocks."""
     name = "Claude Code, git status"
     if merged.get(GIT, "").lower() not in ("", *_OFF):
         return Finding(name, "ok", f"{GIT} is set")
@@ -127,10 +116,6 @@ def _git(merged: Mapping[str, str], rules: Mapping[str, bool], program: str | No
 
 
 def _version_of(program: str) -> Version | None:
-    """Return the version that `program --version` prints. Blocks.
-
-    Returns None if it prints none, cannot be run, or takes longer than `_VERSION_TIMEOUT_S`.
-    """
     try:
         done = subprocess.run(
             [program, "--version"],
@@ -162,11 +147,7 @@ def _base_url(merged: Mapping[str, str], url: str) -> Finding | None:
 
 
 def _is_here(base: str, url: str) -> bool:
-    """Return whether the URL `base` has the host and the port of the server at `url`.
-
-    localhost, 127.0.0.1 and ::1 count as the same host. Returns False for text that is not a valid
-    URL, such as one with an unexpanded variable.
-    """
+    """Return whether the URL `base`, which may be invalid, has the host and port of `url`."""
     local = ("127.0.0.1", "localhost", "::1")
     try:
         ours, theirs = urlsplit(url), urlsplit(base)
@@ -201,11 +182,7 @@ def _anyclaude(environ: Mapping[str, str], url: str) -> Finding:
 
 
 def _opencode(path: Path, url: str, rules: Mapping[str, bool]) -> list[Finding]:
-    """Check one settings file of OpenCode: the pruning of old tool results, and providers at `url`.
-
-    `url` is the address of the mlxcache server. `rules` maps each canonicalisation rule to whether
-    it is on. Returns [] if there is no file at `path`, or nothing in it to report.
-    """
+    """Check in a settings file of OpenCode the pruning of old results, and providers at `url`."""
     try:
         own = read_object(path)
     except ValueError as error:
@@ -228,15 +205,13 @@ def _opencode_provider(path: Path, provider: Mapping[str, Any], base: str) -> Fi
         value = f"baseURL in {path} is {base}; it must end with /v1"
         return Finding("OpenCode, address", "fail", value, f"{base.rstrip('/')}/v1")
     models = _mapping(provider, "models")
-    unlimited = [name for name in models if not _context(models, name)]
+    unlimited = [
+        name for name in models if not _mapping(_mapping(models, name), "limit").get("context")
+    ]
     if unlimited:
         value = f"{unlimited[0]} has no limit.context in {path}: OpenCode compacts too late"
         return Finding("OpenCode, context", "warn", value, "mlxcache launch opencode sets it")
     return Finding("OpenCode, address", "ok", base)
-
-
-def _context(models: Mapping[str, Any], name: str) -> Any:
-    return _mapping(_mapping(models, name), "limit").get("context")
 
 
 def _mapping(value: Mapping[str, Any], name: str) -> Mapping[str, Any]:

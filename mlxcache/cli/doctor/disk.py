@@ -7,11 +7,11 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from mlxcache.cli.doctor.finding import Finding
+from mlxcache.cli.doctor.finding import Finding, judge
+from mlxcache.cli.progress import Step
 from mlxcache.config import disk_limit, format_size
 from mlxcache.disk_calls import sync
 from mlxcache.private import make_folder
@@ -26,9 +26,6 @@ SLOW = 200 * 10**6
 LEAST_FREE = 5 * 10**9
 """Free bytes below which a few long conversations fill the disk."""
 
-Step = Callable[[int, int], None]
-"""Function that is called with the bytes done and the total."""
-
 
 def _existing(folder: Path) -> Path:
     folder = folder.absolute()
@@ -40,8 +37,7 @@ def _existing(folder: Path) -> Path:
 def examine_folder(folder: Path) -> Finding:
     """Check that the cache folder can be written, is on a local disk and closed to other users.
 
-    If `folder` does not exist, its nearest existing parent must be writable. Creates nothing. A
-    folder that is open to other users is a warning.
+    If `folder` does not exist, its nearest existing parent must be writable. Creates nothing.
     """
     there = _existing(folder)
     if not os.access(there, os.W_OK | os.X_OK) or not there.is_dir():
@@ -64,28 +60,24 @@ def examine_folder(folder: Path) -> Finding:
 
 
 def examine_room(folder: Path, setting: str | int) -> Finding:
-    """Check the free space on the cache folder's disk; warn of less than `LEAST_FREE` (5 GB).
-
-    `folder` is the cache folder. `setting` is the value of `--disk`; with "off", any space is ok.
-    """
+    """Check the free space on the cache folder's disk; `setting` is the value of `--disk`."""
     free = shutil.disk_usage(_existing(folder)).free
     if setting == "off":
         return Finding("disk", "ok", f"{format_size(free)} free; --disk is off")
     limit = disk_limit(setting, folder / "store")
-    value = f"{format_size(free)} free; --disk is {format_size(limit)}"
-    figures = {"free_bytes": free, "disk_bytes": limit}
-    if free < LEAST_FREE:
-        remedy = "free some space, or choose a folder on another disk with --cache-dir"
-        return Finding("disk", "warn", value, remedy, figures)
-    return Finding("disk", "ok", value, figures=figures)
+    remedy = "free some space, or choose a folder on another disk with --cache-dir"
+    return judge(
+        "disk",
+        f"{format_size(free)} free; --disk is {format_size(limit)}",
+        (free < LEAST_FREE, "warn", remedy),
+        figures={"free_bytes": free, "disk_bytes": limit},
+    )
 
 
 def examine_speed(folder: Path, step: Step, size: int = TEST_BYTES) -> Finding:
-    """Measure how fast the disk of the cache folder `folder` writes and reads.
+    """Measure how fast the disk of the cache folder writes and reads a file. Blocks for seconds.
 
-    Writes and syncs a test file of `size` bytes and reads it back; `step` is called with the bytes
-    written and read so far, and the total of twice `size`. Warns if the disk is slow. Blocks for
-    seconds. The file is removed, and the folder too if it did not exist.
+    The file is removed, and the folder too if it did not exist.
     """
     made = not folder.exists()
     try:
@@ -102,22 +94,18 @@ def examine_speed(folder: Path, step: Step, size: int = TEST_BYTES) -> Finding:
         if made:
             with suppress(OSError):
                 folder.rmdir()
-    return _rate_disk(written, read if uncached else None)
-
-
-def _rate_disk(written: float, read: float | None) -> Finding:
-    """Turn the measured speeds of writing and reading, in bytes per second, into a finding.
-
-    It is a warning if one of them is below `SLOW` (200 MB/s). `read` is None if the speed of
-    reading could not be measured.
-    """
-    value = f"writes {_format_rate(written)}"
-    value += f", reads {_format_rate(read)}" if read else " (read speed cannot be measured here)"
-    figures = {"write_bytes_s": round(written), "read_bytes_s": round(read) if read else None}
-    if min(written, read or written) < SLOW:
-        remedy = "choose a folder on a faster disk with --cache-dir: restores wait for the disk"
-        return Finding("disk speed", "warn", value, remedy, figures)
-    return Finding("disk speed", "ok", value, figures=figures)
+    how = f"reads {_format_rate(read)}" if uncached else "(read speed cannot be measured here)"
+    slow = min(written, read if uncached else written) < SLOW
+    remedy = "choose a folder on a faster disk with --cache-dir: restores wait for the disk"
+    return judge(
+        "disk speed",
+        f"writes {_format_rate(written)}{', ' if uncached else ' '}{how}",
+        (slow, "warn", remedy),
+        figures={
+            "write_bytes_s": round(written),
+            "read_bytes_s": round(read) if uncached else None,
+        },
+    )
 
 
 def _format_rate(bytes_s: float) -> str:
@@ -125,10 +113,9 @@ def _format_rate(bytes_s: float) -> str:
 
 
 def _write(path: Path, size: int, step: Step) -> float:
-    """Write `size` random bytes to a new file, sync it, and return the seconds taken.
+    """Write and sync `size` bytes, random so that no file system compresses them; return seconds.
 
-    `step` is called with the bytes written and twice `size`, as the file is read back later. Random
-    bytes cannot be compressed by the file system, which would distort the speed.
+    `step` is called with twice `size` as the total, because the file is read back later.
     """
     part = os.urandom(PART_BYTES)
     began = time.perf_counter()
@@ -145,11 +132,7 @@ def _write(path: Path, size: int, step: Step) -> float:
 
 
 def _drop_page_cache(path: Path) -> bool:
-    """Drop the synced file `path` from the system's page cache, so that it is read from disk.
-
-    Returns True, or False if this system does not support that. On macOS, returns True and does
-    nothing, because the file was written without the page cache.
-    """
+    """Drop the synced file from the page cache; return False if the system does not support it."""
     if hasattr(fcntl, "F_NOCACHE"):
         return True  # nothing was cached: see `_disable_page_cache`
     if not hasattr(os, "posix_fadvise"):

@@ -12,12 +12,7 @@ _ORDER: tuple[Status, ...] = ("ok", "warn", "fail")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Result of one check.
-
-    `name` is the thing checked, such as "disk speed", `status` is `ok`, `warn` or `fail`, `value`
-    is the result as text, and `remedy` one line of advice, or None. `figures` holds details of the
-    result by name for `doctor --json`, such as `free_bytes`.
-    """
+    """Result of a check of the thing `name`; `remedy` is one line, `figures` are for --json."""
 
     name: str
     status: Status
@@ -26,16 +21,24 @@ class Finding:
     figures: Mapping[str, Any] = field(default_factory=dict)
 
     def as_object(self) -> dict[str, Any]:
-        """Return the finding for `doctor --json`, as a dict of its fields by name.
-
-        `remedy` is left out if it is None, and `figures` if it is empty.
-        """
         found: dict[str, Any] = {"name": self.name, "status": self.status, "value": self.value}
         if self.remedy is not None:
             found["remedy"] = self.remedy
         return found | ({"figures": dict(self.figures)} if self.figures else {})
 
 
+def judge(
+    name: str,
+    value: str,
+    *problems: tuple[bool, Status, str],
+    figures: Mapping[str, Any] | None = None,
+) -> Finding:
+    """Return the finding of the first of `problems` that applies, with its remedy, else `ok`."""
+    for applies, status, remedy in problems:
+        if applies:
+            return Finding(name, status, value, remedy, figures or {})
+    return Finding(name, "ok", value, figures=figures or {})
+
+
 def worst(findings: Iterable[Finding]) -> Status:
-    """Return `fail` if one of `findings` has that status, else `warn` if one has it, else `ok`."""
     return max((one.status for one in findings), key=_ORDER.index, default="ok")

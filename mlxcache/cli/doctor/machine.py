@@ -1,11 +1,16 @@
-"""Checks of the machine: processor, operating system, memory, libraries and limits."""
+"""Checks of the machine: processor, system, memory, libraries, limits, and those of Macs only."""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
+import re
 import resource
-from collections.abc import Mapping
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
@@ -13,17 +18,14 @@ from pathlib import Path
 import psutil
 from packaging.requirements import Requirement
 
-from mlxcache.cli.doctor.finding import Finding
-from mlxcache.cli.doctor.mac import (
-    Run,
-    read_gpu_cores,
-    read_kernel,
-    read_version,
-    run_command,
-    version_of,
-)
+from mlxcache.cli.doctor.finding import Finding, judge
 from mlxcache.cli.own_command import CLONE
-from mlxcache.config import format_size, left_to_system, machine_bytes
+from mlxcache.command_buffers import LARGE, buffer_variables
+from mlxcache.config import Settings, format_size, left_to_system, machine_bytes, ram_limit
+from mlxcache.engine.keep_awake import CAFFEINATE
+
+COMMAND_S = 10.0
+"""Timeout of a command in seconds; system_profiler takes seconds on some machines."""
 
 FEWEST_FILES = 512
 """Minimum limit of open files and connections for a server; a Mac's shells set 256."""
@@ -32,29 +34,46 @@ LEAST_MACOS = 14
 """First macOS version for which there are wheels of MLX."""
 
 WIRING_MACOS = 15
-"""First macOS version on which MLX can keep the weights wired.
+"""First macOS version on which MLX can keep the weights wired, that is, never swapped out.
 Source: https://ml-explore.github.io/mlx/build/html/python/_autosummary/mlx.core.set_wired_limit.html
 """
 
 MOST_WEIGHTS = 0.9
 """Maximum share of the memory for weights; the system and the cache need the rest."""
 
+_SMALLER = "serve a smaller model, or one with fewer bits"
 _FAST_BLAS = ("openblas", "mkl_rt", "blis", "armpl", "nvpl")
 _NUMPY_BLAS = "scipy_openblas"
 """Part of the name of the library that wheels of NumPy contain; MLX cannot use it."""
 
+TF32, TF32_CHIP, TF32_MACOS = "MLX_ENABLE_TF32", 5, (26, 2)
+"""Variable that keeps float32 exact, and the first chip (M5) and macOS on which it is not.
+Source: https://github.com/ml-explore/mlx/pull/3894
+"""
+
+WATCHDOG = "AGX_RELAX_CDM_CTXSTORE_TIMEOUT"
+"""Variable of the GPU's driver that lets work run for longer while the display is on.
+Source: https://github.com/ml-explore/mlx/issues/3267
+"""
+
+PANICS = Path("/Library/Logs/DiagnosticReports")
+"""Folder of macOS's reports of kernel panics; older ones are in its folder `Retired`."""
+
+PANIC_DAYS = 30
+"""Age in days from which a report of a kernel panic is not mentioned."""
+
+Run = Callable[[Sequence[str]], str | None]
+"""Function that runs a command and returns its output; None if it fails or this is no Mac."""
+
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Description of the machine.
+    """Description of the machine. Fields that may be None are so if it reports no value.
 
-    `system` is that of `platform.system`, such as "Darwin". `processor` is the architecture, such
-    as "arm64", and `chip` the name, such as "Apple M4". `macos` is the version of macOS, empty on
-    other systems. `cores` are those of the CPU. `total` and `available` are memory in bytes.
-    `working_set` is the maximum of memory in bytes that Metal recommends. `wired_mb` is the maximum
-    in MiB that the user has set in its place (`iogpu.wired_limit_mb`), 0 for the system's default.
-    `accelerated` is True if MLX computes on a GPU. Fields that may be None are so if the machine
-    reports no value.
+    `macos` is empty on other systems. `total` and `available` are memory in bytes. `working_set` is
+    the maximum of memory in bytes that Metal recommends. `wired_mb` is the maximum in MiB that the
+    user has set in its place, 0 for the system's default. `accelerated` is True if MLX computes on
+    a GPU.
     """
 
     system: str
@@ -70,88 +89,122 @@ class Host:
     accelerated: bool
 
 
-def host(run: Run = run_command) -> Host:
-    """Describe this machine. Imports MLX and blocks for seconds.
+def run_command(command: Sequence[str]) -> str | None:
+    """Run a command of macOS and return its standard output; see `Run`."""
+    if sys.platform != "darwin":
+        return None
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=COMMAND_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
+        return None
+    return done.stdout
 
-    `run` runs the commands of macOS that report hardware.
-    """
+
+def _line_of(run: Run, *command: str) -> str:
+    return (run(command) or "").strip()
+
+
+def host(run: Run = run_command) -> Host:
+    """Describe this machine. Imports MLX and blocks for seconds."""
     import mlx.core as mx  # noqa: PLC0415 - it takes a while, and --help needs none of it
 
     from mlxcache.model.device import working_set_bytes  # noqa: PLC0415
 
-    wired = read_kernel(run, "iogpu.wired_limit_mb")
-    memory = psutil.virtual_memory()
+    wired = _line_of(run, "/usr/sbin/sysctl", "-n", "iogpu.wired_limit_mb")
+    chip = _line_of(run, "/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string")
+    # platform.mac_ver can report an older version, depending on how Python was built
+    macos = _line_of(run, "/usr/bin/sw_vers", "-productVersion") or platform.mac_ver()[0]
     total = machine_bytes()
     return Host(
         system=platform.system(),
         processor=platform.machine(),
-        chip=read_kernel(run, "machdep.cpu.brand_string") or _device_name(mx.device_info()),
-        macos=read_version(run) or platform.mac_ver()[0],
+        chip=chip or str(mx.device_info().get("device_name", "")) or platform.machine(),
+        macos=macos,
         cores=os.cpu_count() or 1,
-        gpu_cores=read_gpu_cores(run),
+        gpu_cores=_read_gpu_cores(run),
         total=total,
-        available=min(total, memory.available),
+        available=min(total, psutil.virtual_memory().available),
         working_set=working_set_bytes(),
-        wired_mb=int(wired) if wired and wired.isdecimal() else None,
+        wired_mb=int(wired) if wired.isdecimal() else None,
         accelerated=mx.default_device() != mx.Device(mx.cpu),
     )
 
 
-def _device_name(info: Mapping[str, str | int]) -> str:
-    return str(info.get("device_name", "")) or platform.machine()
+def _read_gpu_cores(run: Run) -> int | None:
+    text = run(("/usr/sbin/system_profiler", "SPDisplaysDataType", "-json"))
+    try:
+        found = json.loads(text or "")["SPDisplaysDataType"]
+        return next(int(one["sppci_cores"]) for one in found if "sppci_cores" in one)
+    except (ValueError, KeyError, TypeError, StopIteration):
+        return None
+
+
+def ram_budget(settings: Settings, host: Host, weights: int) -> int:
+    """Return the bytes of `--ram` beside `weights` bytes of weights."""
+    return ram_limit(
+        settings.ram,
+        machine_bytes=host.total,
+        working_set_bytes=host.working_set,
+        weights_bytes=weights,
+    )
+
+
+def _version_of(macos: str) -> tuple[int, ...]:
+    return tuple(int(part) if part.isdecimal() else 0 for part in macos.split("."))
+
+
+# -- all machines ------------------------------------------------------------------------------
 
 
 def examine_system(host: Host) -> Finding:
-    """Check that MLX runs natively on this system and processor.
-
-    On a Mac, also check that macOS is not too old for MLX (`fail`), or to keep the weights wired,
-    that is, never swapped out (`warn`).
-    """
-    mac = f"macOS {host.macos}" if host.macos else f"{host.system} {platform.release()}"
+    """Check that MLX runs natively on this system, and that macOS is not too old for it."""
+    system = f"macOS {host.macos}" if host.macos else f"{host.system} {platform.release()}"
     gpu = f", {host.gpu_cores} GPU cores" if host.gpu_cores else ""
-    value = f"{host.chip}, {host.cores} cores{gpu}, {mac}, Python {platform.python_version()}"
-    if host.macos and host.processor == "x86_64":
-        remedy = "use a Python for Apple silicon: this one is translated by Rosetta"
-        return Finding("machine", "fail", value, remedy)
-    if host.macos and version_of(host.macos) < (LEAST_MACOS,):
-        return Finding("machine", "fail", value, f"upgrade to macOS {LEAST_MACOS} or newer for MLX")
-    if host.macos and version_of(host.macos) < (WIRING_MACOS,):
-        remedy = f"upgrade to macOS {WIRING_MACOS} or newer, which can keep large models wired"
-        return Finding("machine", "warn", value, remedy)
-    return Finding("machine", "ok", value)
+    value = f"{host.chip}, {host.cores} cores{gpu}, {system}, Python {platform.python_version()}"
+    if not host.macos:
+        return Finding("machine", "ok", value)
+    native = "use a Python for Apple silicon: this one is translated by Rosetta"
+    upgrade = "upgrade to macOS {} or newer"
+    for_mlx = upgrade.format(LEAST_MACOS) + " for MLX"
+    to_wire = upgrade.format(WIRING_MACOS) + ", which can keep large models wired"
+    return judge(
+        "machine",
+        value,
+        (host.processor == "x86_64", "fail", native),
+        (_version_of(host.macos) < (LEAST_MACOS,), "fail", for_mlx),
+        (_version_of(host.macos) < (WIRING_MACOS,), "warn", to_wire),
+    )
 
 
 def examine_memory(host: Host, ram: int, weights: int, beside: str) -> Finding:
-    """Check that the memory for the weights and the budget is available now.
+    """Check that the memory for the weights and the budget `ram` is available now.
 
-    The status is `fail` if the machine has too little memory at all. `ram` is the budget and
-    `weights` the weights that do not count in it, in bytes. `beside` is printed after the budget
-    and tells whether it includes weights, such as "in addition to the model's 8 GB of weights".
+    `weights` do not count in the budget; `beside`, printed after it, tells whether others do.
     """
-    value = (
-        f"{format_size(host.total)}, {format_size(host.available)} of it available; "
-        f"--ram is {format_size(ram)} {beside}"
+    total, free = host.total, host.available
+    lower = f"lower the budget: --ram {_lower_ram(total - weights)}"
+    close = "close other programs: the weights alone need all available memory"
+    close_or_lower = (
+        f"close other programs, or lower the budget: --ram {_lower_ram(free - weights)}"
     )
-    figures = {
-        "total_bytes": host.total,
-        "available_bytes": host.available,
-        "ram_bytes": ram,
-        "weights_bytes": weights,
-    }
-    if weights > host.total * MOST_WEIGHTS:
-        remedy = "serve a smaller model, or one with fewer bits"
-        return Finding("memory", "fail", value, remedy, figures)
-    if ram + weights > host.total:
-        remedy = f"lower the budget: --ram {_lower_ram(host.total - weights)}"
-        return Finding("memory", "fail", value, remedy, figures)
-    if ram + weights > host.available:
-        if weights > host.available * MOST_WEIGHTS:
-            remedy = "close other programs: the weights alone need all available memory"
-            return Finding("memory", "warn", value, remedy, figures)
-        lower = _lower_ram(host.available - weights)
-        remedy = f"close other programs, or lower the budget: --ram {lower}"
-        return Finding("memory", "warn", value, remedy, figures)
-    return Finding("memory", "ok", value, figures=figures)
+    short = ram + weights > free
+    return judge(
+        "memory",
+        f"{format_size(total)}, {format_size(free)} of it available; "
+        f"--ram is {format_size(ram)} {beside}",
+        (weights > total * MOST_WEIGHTS, "fail", _SMALLER),
+        (ram + weights > total, "fail", lower),
+        (short and weights > free * MOST_WEIGHTS, "warn", close),
+        (short, "warn", close_or_lower),
+        figures={
+            "total_bytes": total,
+            "available_bytes": free,
+            "ram_bytes": ram,
+            "weights_bytes": weights,
+        },
+    )
 
 
 def _lower_ram(room: int) -> str:
@@ -162,68 +215,60 @@ def _lower_ram(room: int) -> str:
 def examine_metal(host: Host, ram: int, weights: int) -> Finding | None:
     """Check that the weights and the budget together are within Metal's limit of memory.
 
-    `ram` is the budget and `weights` the weights that do not count in it, in bytes. Also warns of a
-    limit that the user has set too high. Returns None on a machine without Metal.
+    Also warns of a limit that the user has set too high. Returns None on a machine without Metal.
     """
     if host.working_set is None:
         return None
-    own = f"iogpu.wired_limit_mb is {host.wired_mb}" if host.wired_mb else "the system's default"
-    value = f"at most {format_size(host.working_set)} for the GPU ({own})"
-    figures = {"working_set_bytes": host.working_set, "wired_limit_mb": host.wired_mb}
+    limit = host.wired_mb or 0
+    own = f"iogpu.wired_limit_mb is {limit}" if limit else "the system's default"
     most = (host.total - left_to_system(host.total)) // 2**20
-    if host.wired_mb and host.wired_mb > most:
-        remedy = "too little is left for the system: sudo sysctl iogpu.wired_limit_mb=0"
-        return Finding("Metal", "warn", value, remedy, figures)
-    needed = ram + weights
-    if needed > host.working_set:
-        wanted = -(-needed // 2**20)
-        remedy = "serve a smaller model, or one with fewer bits"
-        if wanted <= most:
-            remedy = f"sudo sysctl iogpu.wired_limit_mb={wanted}, until the next restart"
-        return Finding("Metal", "warn", value, remedy, figures)
-    return Finding("Metal", "ok", value, figures=figures)
+    wanted = -(-(ram + weights) // 2**20)
+    exceeded = ram + weights > host.working_set
+    lower = "too little is left for the system: sudo sysctl iogpu.wired_limit_mb=0"
+    higher = f"sudo sysctl iogpu.wired_limit_mb={wanted}, until the next restart"
+    return judge(
+        "Metal",
+        f"at most {format_size(host.working_set)} for the GPU ({own})",
+        (limit > most, "warn", lower),
+        (exceeded and wanted <= most, "warn", higher),
+        (exceeded, "warn", _SMALLER),
+        figures={"working_set_bytes": host.working_set, "wired_limit_mb": host.wired_mb},
+    )
 
 
 def examine_versions(package: str = "mlxcache") -> Finding:
-    """Check that the installed mlx and mlx-lm have versions which `package` accepts.
-
-    `package` is an installed package; its requirements tell the ranges of versions.
-    """
+    """Check that the installed mlx and mlx-lm have versions which `package` accepts."""
     wanted = {
-        one.name: one
+        one.name: one.specifier
         for one in map(Requirement, requires(package) or ())
         if one.name in ("mlx", "mlx-lm")
         and (one.marker is None or one.marker.evaluate({"extra": ""}))
     }
     found, wrong = {}, []
-    for name, requirement in sorted(wanted.items()):
+    for name, specifier in sorted(wanted.items()):
         try:
             found[name] = version(name)
+            fits = specifier.contains(found[name], prereleases=True)
         except PackageNotFoundError:
-            found[name] = "missing"
-            wrong.append(f"'{name}{requirement.specifier}'")
-            continue
-        if not requirement.specifier.contains(found[name], prereleases=True):
-            wrong.append(f"'{name}{requirement.specifier}'")
+            found[name], fits = "missing", False
+        if not fits:
+            wrong.append(f"'{name}{specifier}'")
     value = ", ".join(f"{name} {number}" for name, number in found.items())
-    if wrong:
-        remedy = f"pip install {' '.join(wrong)}"
-        return Finding("versions", "fail", value, remedy, found)
-    return Finding("versions", "ok", value, figures=found)
+    remedy = f"pip install {' '.join(wrong)}"
+    return judge("versions", value, (bool(wrong), "fail", remedy), figures=found)
 
 
 def examine_files(limit: int | None = None) -> Finding:
-    """Check the limit of open files and connections for a server started from this shell.
-
-    Warns if it is below `FEWEST_FILES` (512). `limit`: the limit to check, None for this process's.
-    """
+    """Check this process's limit of open files, or `limit`, for a server from the same shell."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if limit is None else limit
     unlimited = soft in (resource.RLIM_INFINITY, -1)
-    value = "no limit" if unlimited else f"at most {soft}"
-    if not unlimited and soft < FEWEST_FILES:
-        remedy = "ulimit -n 4096, in the shell that starts the server"
-        return Finding("open files", "warn", value, remedy, {"limit": soft})
-    return Finding("open files", "ok", value, figures={} if unlimited else {"limit": soft})
+    remedy = "ulimit -n 4096, in the shell that starts the server"
+    return judge(
+        "open files",
+        "no limit" if unlimited else f"at most {soft}",
+        (not unlimited and soft < FEWEST_FILES, "warn", remedy),
+        figures={} if unlimited else {"limit": soft},
+    )
 
 
 def examine_blas(
@@ -231,9 +276,8 @@ def examine_blas(
 ) -> Finding | None:
     """Check that MLX uses a fast BLAS library, on Linux if MLX computes on the CPU.
 
-    `maps` is the file in which Linux lists the libraries that this process has loaded, so MLX must
-    be imported first. The remedy names the script bin/serve of the git clone in `clone`, if it
-    exists. Returns None on other machines, where BLAS does not matter, or if `maps` is unreadable.
+    `maps` lists the libraries that this process has loaded, so MLX must be imported first. Returns
+    None on other machines, where BLAS does not matter, or if `maps` is unreadable.
     """
     if host.system != "Linux" or host.accelerated:
         return None
@@ -252,3 +296,149 @@ def examine_blas(
         start = "bin/serve, which preloads it"
     remedy = f"apt install libopenblas0-pthread, then start with {start}"
     return Finding("BLAS", "warn", value, remedy)
+
+
+# -- Macs only ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Power:
+    """State of the power supply. A field is None if its value is unknown.
+
+    `charge` is the battery's percentage. `sleep_minutes` is the time without use after which the
+    Mac sleeps, 0 if it never does.
+    """
+
+    battery: bool | None
+    charge: int | None
+    low_power: bool | None
+    sleep_minutes: int | None
+
+
+def read_power(run: Run) -> Power:
+    """Read the power source and the settings of sleep and power now in effect, by `pmset`."""
+    supply = run(("/usr/bin/pmset", "-g", "batt")) or ""
+    settings = dict(
+        re.findall(r"^\s+(\w+)\s+(\d+)", run(("/usr/bin/pmset", "-g")) or "", re.MULTILINE)
+    )
+    source, charge = re.search(r"drawing from '(.*?)'", supply), re.search(r"(\d+)%", supply)
+    # newer versions of macOS have one dial: 0 automatic, 1 low power, 2 high power
+    mode = settings.get("powermode", settings.get("lowpowermode"))
+    sleep = "0" if settings.get("SleepDisabled") == "1" else settings.get("sleep")
+    return Power(
+        battery=source[1] == "Battery Power" if source else None,
+        charge=int(charge[1]) if charge else None,
+        low_power=mode == "1" if mode is not None else None,
+        sleep_minutes=int(sleep) if sleep is not None else None,
+    )
+
+
+def examine_mac(
+    chip: str,
+    macos: str,
+    *,
+    keep_awake: bool,
+    run: Run = run_command,
+    environ: Mapping[str, str] = os.environ,
+    caffeinate: Path = Path(CAFFEINATE),
+    panics: Path = PANICS,
+) -> list[Finding]:
+    """Check a Mac's power, sleep, precision of float32, GPU, and reports of kernel panics.
+
+    The result is empty if `macos` is. `environ` may hold variables of MLX and Metal that affect
+    precision, command buffers and the watchdog.
+    """
+    if not macos:
+        return []
+    power = read_power(run)
+    found = (
+        _power(power),
+        _sleep(power, keep_awake=keep_awake, missing=not caffeinate.exists()),
+        _float32(chip, macos, environ),
+        _watchdog(environ),
+        _command_buffers(chip, environ),
+        _panics(panics),
+    )
+    return [one for one in found if one is not None]
+
+
+def _power(power: Power) -> Finding:
+    if power.battery is None:
+        return Finding("power", "ok", "unknown: pmset reports no power source")
+    charge = f", {power.charge}%" if power.charge is not None else ""
+    slow = "; low power mode is on, which slows the GPU down" if power.low_power else ""
+    return judge(
+        "power",
+        (f"battery{charge}" if power.battery else "power adapter") + slow,
+        (bool(slow), "warn", "sudo pmset -a lowpowermode 0, or System Settings, Battery"),
+        (power.battery, "ok", "connect a power adapter before long unattended work"),
+        figures={"battery": power.battery, "charge": power.charge, "low_power": power.low_power},
+    )
+
+
+def _sleep(power: Power, *, keep_awake: bool, missing: bool) -> Finding:
+    minutes = power.sleep_minutes
+    figures = {"keep_awake": keep_awake, "sleep_minutes": minutes}
+    if minutes == 0:
+        return Finding("sleep", "ok", "this Mac does not sleep when idle", figures=figures)
+    if not keep_awake:
+        after = f"after {minutes} min" if minutes else "as its settings say"
+        value = f"sleeps {after} without a user, also while requests run (--keep-awake off)"
+        return Finding("sleep", "warn", value, "serve with --keep-awake on", figures)
+    if missing:
+        value = f"{CAFFEINATE} is missing: this Mac may sleep while requests run"
+        return Finding("sleep", "warn", value, "sudo pmset -c sleep 0", figures)
+    value = "kept awake while requests run; a closed lid still puts it to sleep"
+    return Finding("sleep", "ok", value, figures=figures)
+
+
+def _float32(chip: str, macos: str, environ: Mapping[str, str]) -> Finding | None:
+    """Report whether MLX multiplies float32 as TF32; None where it never does."""
+    found = re.search(r"\bM(\d+)", chip)
+    if found is None or int(found[1]) < TF32_CHIP or _version_of(macos) < TF32_MACOS:
+        return None
+    if environ.get(TF32) == "0":
+        return Finding("float32", "ok", f"exact, as {TF32} is 0")
+    value = "TF32: models in float32 multiply with 10 bits of mantissa; others are not affected"
+    return Finding("float32", "ok", value, f"{TF32}=0 keeps float32 exact, and is slower")
+
+
+def _watchdog(environ: Mapping[str, str]) -> Finding:
+    if environ.get(WATCHDOG) == "1":
+        return Finding("GPU watchdog", "ok", f"relaxed, as {WATCHDOG} is 1")
+    value = "macOS may end long GPU work while the display is on"
+    remedy = f"{WATCHDOG}=1, if the log says 'Impacting Interactivity'"
+    return Finding("GPU watchdog", "ok", value, remedy)
+
+
+def _command_buffers(chip: str, environ: Mapping[str, str]) -> Finding:
+    found = buffer_variables(chip, environ)
+    value = ", ".join(f"{name}={size}" for name, size in found.items()) or "MLX's own sizes"
+    own = [name for name in LARGE if name in environ]
+    value += f"; your own: {', '.join(own)}" if own else ""
+    return Finding("command buffers", "ok", value, figures=found)
+
+
+def _panics(folder: Path) -> Finding:
+    """Look for reports of kernel panics of the last `PANIC_DAYS` days in the GPU's driver."""
+    name = "kernel panics"
+    if not os.access(folder, os.R_OK):
+        return Finding(name, "ok", f"unknown: {folder} cannot be read")
+    begin = time.time() - PANIC_DAYS * 86400
+    paths = [*folder.glob("*.panic"), *folder.glob("Retired/*.panic")]
+    found = [one.name for one in paths if one.stat().st_mtime > begin and _names_gpu(one)]
+    figures = {"reports": sorted(found)}
+    if not found:
+        value = f"none of the GPU's driver in {PANIC_DAYS} days"
+        return Finding(name, "ok", value, figures=figures)
+    value = f"{len(found)} of the GPU's driver (IOGPU) in {PANIC_DAYS} days: {max(found)}"
+    remedy = "mlxcache serve --wire off, with a smaller --ram; then update macOS"
+    return Finding(name, "warn", value, remedy, figures)
+
+
+def _names_gpu(report: Path) -> bool:
+    """Return whether a panic's text names IOGPU before its list of all loaded extensions."""
+    try:
+        return b"IOGPU" in report.read_bytes().partition(b"loaded kexts")[0]
+    except OSError:  # of another user
+        return False

@@ -6,54 +6,117 @@ Nothing here starts a client or changes the user's settings.
 from __future__ import annotations
 
 import json
-import re
-import shutil
-import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from packaging.version import Version
 
-from mlxcache.cli.agent_settings import claude_env, claude_folder, read_object
-from mlxcache.cli.connect import anyclaude_variables, claude_code_variables
-from mlxcache.cli.launch.providers import (
-    OLDEST_CLINE,
-    OLDEST_CONTINUE,
-    OLDEST_COPILOT,
-    OLDEST_PI,
-    OLDEST_QWEN,
-    configure_cline,
-    configure_continue,
-    configure_copilot,
-    configure_pi,
-    configure_qwen,
-    has_flag,
+from mlxcache.cli.connect import (
+    ANY_MODEL,
+    DUMMY_KEY,
+    Variables,
+    anyclaude_variables,
+    claude_code_variables,
+    claude_env,
+    claude_folder,
+    read_object,
 )
-from mlxcache.cli.launch.setup import (
-    KEY_VARIABLE,
-    Invocation,
-    Service,
-    Setup,
-    without_script_settings,
-)
-from mlxcache.errors import MlxcacheError
+from mlxcache.config.settings import is_loopback
+
+KEY_VARIABLE = "MLXCACHE_API_KEY"
+"""The variable from which OpenCode, Codex and pi read the key."""
+
+_MOST_OUTPUT = 16_384
+
+_HOUR_MS = 3_600_000
+"""An hour in milliseconds: a timeout for clients, as the first prompt can take minutes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """Server to which a client is pointed, at `url` without /v1, with the API `key` it requires.
+
+    `model` is the model's id and `asked` the name that clients send, by default one that stands for
+    the default model. `small` is the id of the model for titles and sub-agents, if it is another.
+    """
+
+    url: str
+    model: str
+    context: int
+    key: str | None = field(default=None, repr=False)
+    asked: str = ANY_MODEL
+    small: str | None = None
+
+    @property
+    def credential(self) -> str:
+        """Key that clients send: the server's, or a placeholder if it requires none."""
+        return self.key or DUMMY_KEY
+
+    @property
+    def output(self) -> int:
+        """Maximum tokens of a reply for clients to request, so that the prompt has room."""
+        return min(_MOST_OUTPUT, self.context // 4)
+
+
+@dataclass(frozen=True, slots=True)
+class Invocation:
+    """Client program with the user's own arguments, environment and folders."""
+
+    program: Path
+    arguments: Sequence[str]
+    environ: Mapping[str, str]
+    home: Path
+    cwd: Path
+    installed: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """Variables, arguments and settings that point a client at a server.
+
+    Variables in `unset` are removed because they would select another server. `arguments` come
+    before the user's own. `settings` are written to a temporary file as JSON. Its path is passed
+    after `settings_flag`, or in the variable `settings_variable`; if both are None, no file is
+    written. `by_hand` tells the user what to put where instead, if `launch` only prints the setup.
+    """
+
+    variables: Variables
+    unset: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()
+    settings_flag: str | None = None
+    settings_variable: str | None = None
+    by_hand: str | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def environment(self, service: Service, environ: Mapping[str, str]) -> dict[str, str]:
+        """Return the client's complete environment, based on the user's `environ`."""
+        kept = without_script_settings(environ)
+        for name in self.unset:
+            kept.pop(name, None)
+        return kept | proxy_bypass(service, environ) | self.values(service)
+
+    def values(self, service: Service) -> dict[str, str]:
+        """Return the variables, with the server's key in place of None."""
+        return {
+            name: service.credential if value is None else value
+            for name, value in self.variables.items()
+        }
 
 
 @dataclass(frozen=True, slots=True)
 class Client:
     """A coding agent and how to set it up.
 
-    `name` is its program and its name on the command line, `title` its name in texts, and `install`
-    a shell line that installs it. `first_prompt` is the number of tokens of its first prompt, with
-    the demo model (docs/clients.md). `good_for` is a phrase for the menu. `configure` returns its
-    setup for a server. `oldest` is the first version that is known to work, or None for any
-    version. `node` is the oldest Node.js with which npm installs that version, or "" for any.
-    `prints_version` is True if its program accepts --version and then does nothing else.
-    `is_quiet(arguments)` returns whether the program, run with `arguments`, prints nothing before
-    its reply.
+    `name` is its program and its name on the command line. `first_prompt` is the number of tokens
+    of its first prompt, with the demo model (docs/clients.md). `oldest` is the first version that
+    was tested with this server, and `node` the oldest Node.js with which npm installs it. A program
+    that `prints_version` does nothing else with --version. `is_quiet(arguments)` returns whether it
+    then prints nothing before its reply.
     """
 
     name: str
@@ -69,8 +132,55 @@ class Client:
 
     @property
     def about_first_prompt(self) -> str:
-        """Size of the client's first prompt as text, rounded to 500 tokens."""
         return f"about {round(self.first_prompt / 500) * 500:,} tokens"
+
+
+# -- the environment of every client -----------------------------------------------------------
+
+_PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
+_NO_PROXY = ("NO_PROXY", "no_proxy")
+
+
+def proxy_bypass(service: Service, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return NO_PROXY and no_proxy with values that exclude a server on this machine from a proxy.
+
+    Otherwise the prompts and the key would be sent to the proxy, which cannot reach the server.
+    """
+    host = urlsplit(service.url).hostname or ""
+    has_proxy = any(environ.get(name) or environ.get(name.lower()) for name in _PROXIES)
+    if not has_proxy or not is_loopback(host):
+        return {}
+    given = next((environ[name] for name in _NO_PROXY if environ.get(name)), "")
+    return dict.fromkeys(_NO_PROXY, ",".join(filter(None, (given, host))))
+
+
+_ADDED = (("LD_PRELOAD", "libopenblas.so.0"), ("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"))
+"""Variables that hold lists, each with the entry that the scripts in bin/ add on Linux."""
+
+
+def without_script_settings(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return `environ` without `_ADDED`, which must not affect the programs that an agent runs."""
+    found = dict(environ)
+    for name, added in _ADDED:
+        if name in found:
+            words = [word for word in found[name].split(":") if not word.endswith(added)]
+            found[name] = ":".join(words)
+            if not words:
+                del found[name]
+    return found
+
+
+def has_flag(arguments: Sequence[str], *flags: str) -> bool:
+    """Return whether one of `arguments` begins with one of `flags`."""
+    return any(argument.startswith(flags) for argument in arguments)
+
+
+def _prints_only(arguments: Sequence[str]) -> bool:
+    return any(one in ("-p", "--print") for one in arguments)
+
+
+def _object(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 # -- Claude Code and anyclaude -----------------------------------------------------------------
@@ -84,7 +194,7 @@ _OTHER_PROVIDERS = (
 )
 """Variables that make Claude Code use another server, or send a key of another server."""
 
-CLAUDE_SMALL = "ANTHROPIC_DEFAULT_HAIKU_MODEL"
+_CLAUDE_SMALL = "ANTHROPIC_DEFAULT_HAIKU_MODEL"
 """Variable with the model of Claude Code's titles, background requests and `haiku` sub-agents."""
 
 _MODE_FLAGS = ("--permission-mode", "--dangerously-skip-permissions", "--allow-dangerously-skip")
@@ -95,62 +205,39 @@ def configure_claude(service: Service, invocation: Invocation) -> Setup:
     """Return the setup of Claude Code for `service`.
 
     `env` in Claude Code's settings files overrides the environment. The variables of this setup
-    that are also defined there are therefore passed in a further settings file, named with
-    --settings, which takes precedence. No such file is made if the user's own arguments have
-    --settings.
+    that are also defined there are therefore passed in a further settings file, which takes
+    precedence, unless the user's own arguments have --settings.
     """
     variables = dict(claude_code_variables(service.url, service.model, service.context))
     if service.small is not None:
-        variables[CLAUDE_SMALL] = service.small
+        variables[_CLAUDE_SMALL] = service.small
     own = list(_claude_settings(invocation))
     set_there = {name for settings in own for name in _claude_env(settings)}
-    env = {
-        name: service.credential if value is None else value for name, value in variables.items()
-    } | dict.fromkeys(_OTHER_PROVIDERS, "")
+    env = Setup(variables=variables).values(service) | dict.fromkeys(_OTHER_PROVIDERS, "")
     overridden = {name: value for name, value in env.items() if name in set_there}
     needs_file = bool(overridden) and not has_flag(invocation.arguments, _SETTINGS_FLAG)
+    # newer versions default to auto mode, in which Anthropic's server decides instead of the user
+    chose_mode = has_flag(invocation.arguments, *_MODE_FLAGS) or any(
+        _object(settings.get("permissions")).get("defaultMode") for settings in own
+    )
     return Setup(
         variables=variables,
         unset=_OTHER_PROVIDERS,
-        arguments=_permission_mode(invocation, own),
+        arguments=() if chose_mode else ("--permission-mode", "default"),
         settings_flag=_SETTINGS_FLAG if needs_file else None,
         settings={"env": overridden},
     )
 
 
-def configure_anyclaude(service: Service, invocation: Invocation) -> Setup:
-    """Return the setup of anyclaude, which runs Claude Code through a proxy, for `service`."""
+def configure_anyclaude(service: Service, _: Invocation) -> Setup:
     return Setup(
         variables=anyclaude_variables(service.url, service.context, service.asked),
         unset=("MLX_MODEL_PATH",),  # with it, anyclaude starts a server of its own at this address
     )
 
 
-def _permission_mode(invocation: Invocation, own: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """Return arguments that make Claude Code ask before each action; () if the user chose a mode.
-
-    Newer versions default to auto mode, in which Anthropic's server decides instead of the user.
-    `own` holds the contents of the user's settings files.
-    """
-    chosen = any(_permissions(settings).get("defaultMode") for settings in own)
-    if chosen or has_flag(invocation.arguments, *_MODE_FLAGS):
-        return ()
-    return ("--permission-mode", "default")
-
-
-def _is_print_mode(arguments: Sequence[str]) -> bool:
-    """Return whether Claude Code, with `arguments`, prints nothing before its final reply."""
-    streams = any("stream-json" in argument for argument in arguments)
-    return any(one in ("-p", "--print") for one in arguments) and not streams
-
-
-def _permissions(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = settings.get("permissions")
-    return found if isinstance(found, dict) else {}
-
-
 def _claude_settings(invocation: Invocation) -> Iterator[Mapping[str, Any]]:
-    """Yield the content of each settings file of Claude Code: the user's, then the project's two.
+    """Yield the content of the user's settings file of Claude Code, then of the project's two.
 
     A missing file yields {}. So does a broken one, which Claude Code itself reports.
     """
@@ -174,28 +261,15 @@ def _claude_env(settings: Mapping[str, Any]) -> Mapping[str, str]:
 _OPENCODE_VARIABLE = "OPENCODE_CONFIG_CONTENT"
 """Variable with settings that override those in files. Source: https://opencode.ai/docs/config."""
 
-_OPENCODE_PROVIDER = "mlxcache"
-
 
 def configure_opencode(service: Service, invocation: Invocation) -> Setup:
     """Return the setup of OpenCode for `service`. The user's other settings are kept."""
-    own = _json_object(invocation.environ.get(_OPENCODE_VARIABLE))
-    providers = own.get("provider")
-    merged = {
-        **own,
-        "provider": {
-            **(providers if isinstance(providers, dict) else {}),
-            _OPENCODE_PROVIDER: _opencode_provider(service),
-        },
-        "model": f"{_OPENCODE_PROVIDER}/{service.asked}",
-        "small_model": f"{_OPENCODE_PROVIDER}/{service.small or service.asked}",
-    }
-    return Setup(variables={_OPENCODE_VARIABLE: json.dumps(merged), KEY_VARIABLE: None})
-
-
-def _opencode_provider(service: Service) -> dict[str, Any]:
+    try:
+        own = _object(json.loads(invocation.environ.get(_OPENCODE_VARIABLE) or "{}"))
+    except ValueError:
+        own = {}
     limit = {"context": service.context, "output": service.output}
-    return {
+    provider = {
         "npm": "@ai-sdk/openai-compatible",
         "name": "mlxcache",
         "options": {
@@ -208,27 +282,21 @@ def _opencode_provider(service: Service) -> dict[str, Any]:
             **({service.small: {"name": service.small}} if service.small else {}),
         },
     }
-
-
-def _json_object(text: str | None) -> dict[str, Any]:
-    try:
-        value = json.loads(text or "{}")
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
+    merged = {
+        **own,
+        "provider": {**_object(own.get("provider")), "mlxcache": provider},
+        "model": f"mlxcache/{service.asked}",
+        "small_model": f"mlxcache/{service.small or service.asked}",
+    }
+    return Setup(variables={_OPENCODE_VARIABLE: json.dumps(merged), KEY_VARIABLE: None})
 
 
 # -- Codex -------------------------------------------------------------------------------------
 
-OLDEST_CODEX = Version("0.94.0")
-"""Oldest version of Codex that was tested with this server."""
-
-_CODEX_INSTALL = "npm install -g @openai/codex"
 _CODEX_PROVIDER = "model_providers.mlxcache"
-_CODEX_IDLE_MS = 3_600_000
 
 
-def configure_codex(service: Service, invocation: Invocation) -> Setup:
+def configure_codex(service: Service, _: Invocation) -> Setup:
     """Return the setup of Codex for `service`. The user's config.toml is not changed."""
     settings = {
         "model": service.asked,
@@ -238,13 +306,197 @@ def configure_codex(service: Service, invocation: Invocation) -> Setup:
         f"{_CODEX_PROVIDER}.base_url": f"{service.url}/v1",
         f"{_CODEX_PROVIDER}.env_key": KEY_VARIABLE,
         f"{_CODEX_PROVIDER}.wire_api": "responses",
-        f"{_CODEX_PROVIDER}.stream_idle_timeout_ms": _CODEX_IDLE_MS,
+        f"{_CODEX_PROVIDER}.stream_idle_timeout_ms": _HOUR_MS,
     }
     # a text or number in JSON is also one in TOML
     words = (f"{name}={json.dumps(value)}" for name, value in settings.items())
     return Setup(
         variables={KEY_VARIABLE: None},
         arguments=tuple(word for one in words for word in ("-c", one)),
+    )
+
+
+# -- Qwen Code ---------------------------------------------------------------------------------
+
+QWEN_SETTINGS = "QWEN_CODE_SYSTEM_SETTINGS_PATH"
+"""Variable with the path of settings that override the user's and the project's."""
+
+_QWEN_MACHINE = (Path("/Library/Application Support/QwenCode"), Path("/etc/qwen-code"))
+"""Folders in which a machine's settings may be, on a Mac and on Linux."""
+
+
+def configure_qwen(
+    service: Service, invocation: Invocation, machine: Sequence[Path] = _QWEN_MACHINE
+) -> Setup:
+    """Return the setup of Qwen Code for `service`.
+
+    The context length can only be set in a settings file. A temporary one is read instead of the
+    machine-wide settings file. It is not written if the user or the machine has such a file.
+    """
+    chosen = (("--auth-type", "openai"), ("--model", service.asked))
+    given = invocation.arguments
+    words = [  # a flag that is given twice makes Qwen Code fail
+        pair
+        for pair in chosen
+        if not has_flag(given, pair[0]) and not (pair[0] == "--model" and "-m" in given)
+    ]
+    has_own = QWEN_SETTINGS in invocation.environ or any(one.exists() for one in machine)
+    length = {"model": {"generationConfig": {"contextWindowSize": service.context}}}
+    return Setup(
+        variables={
+            "OPENAI_BASE_URL": f"{service.url}/v1",
+            "OPENAI_API_KEY": None,
+            "OPENAI_MODEL": service.asked,
+            "QWEN_CODE_API_TIMEOUT_MS": str(_HOUR_MS),
+            "QWEN_STREAM_IDLE_TIMEOUT_MS": str(_HOUR_MS),
+            "QWEN_STREAM_MAX_LIFETIME_MS": str(_HOUR_MS),
+        },
+        arguments=tuple(word for pair in words for word in pair),
+        settings_variable=None if has_own else QWEN_SETTINGS,
+        settings=length,
+        by_hand="No variable tells Qwen Code the context length. In a settings file of it: "
+        f"{json.dumps(length)}",
+    )
+
+
+# -- pi ----------------------------------------------------------------------------------------
+
+PI_EXTENSION = Path(__file__).with_name("pi_provider.js")
+"""Extension that registers the provider in the variable PI_MLXCACHE_PROVIDER for one run.
+Source: docs/custom-provider.md of pi's package.
+"""
+
+
+def configure_pi(service: Service, _: Invocation) -> Setup:
+    model = {
+        "id": service.asked,
+        "name": service.model,
+        "reasoning": False,
+        "input": ["text"],
+        "cost": dict.fromkeys(("input", "output", "cacheRead", "cacheWrite"), 0),
+        "contextWindow": service.context,
+        "maxTokens": service.output,
+    }
+    provider = {
+        "baseUrl": f"{service.url}/v1",
+        "api": "openai-completions",
+        "apiKey": f"${KEY_VARIABLE}",
+        "models": [model],
+    }
+    return Setup(
+        variables={"PI_MLXCACHE_PROVIDER": json.dumps(provider), KEY_VARIABLE: None},
+        arguments=("-e", str(PI_EXTENSION), "--provider", "mlxcache", "--model", service.asked),
+    )
+
+
+# -- Cline -------------------------------------------------------------------------------------
+
+_NO_HUB = {
+    "CLINE_SESSION_BACKEND_MODE": "local",
+    "CLINE_HUB_DISCOVERY_PATH": "/dev/null/no-hub",  # cannot exist, so that no hub registers in it
+}
+"""Variables with which Cline runs a session in its own process and starts no hub."""
+
+_CLINE_PROVIDER = "openai-compatible"
+
+
+def configure_cline(service: Service, _: Invocation) -> Setup:
+    """Return the setup of Cline for `service`: a file of providers that has only this server.
+
+    By default Cline runs its sessions in a daemon, its hub, which outlives the client and has the
+    environment of the client that started it. A hub that runs already would send the prompts to
+    the user's own provider, and one that this client started would use a deleted file of providers,
+    also for the user's next run. So the session runs in the client, and no hub is found or started.
+    """
+    provider = {
+        "provider": _CLINE_PROVIDER,
+        "apiKey": service.credential,
+        "model": service.asked,
+        "baseUrl": f"{service.url}/v1",
+        "contextWindow": service.context,
+        "maxTokens": service.output,
+    }
+    entry = {
+        "settings": provider,
+        "updatedAt": datetime.now(UTC).isoformat().replace("+00:00", "Z"),
+        "tokenSource": "manual",
+    }
+    return Setup(
+        variables={"CLINE_NO_AUTO_UPDATE": "1", **_NO_HUB},
+        settings_variable="CLINE_PROVIDER_SETTINGS_PATH",
+        settings={
+            "version": 1,
+            "lastUsedProvider": _CLINE_PROVIDER,
+            "modes": {},
+            "providers": {_CLINE_PROVIDER: entry},
+        },
+        by_hand="No variable points Cline at a server. This writes it to Cline's own settings: "
+        f"cline auth -p {_CLINE_PROVIDER} -k KEY -m {service.asked} -b {service.url}/v1",
+    )
+
+
+# -- Copilot CLI -------------------------------------------------------------------------------
+
+_OTHER_CREDENTIALS = (
+    "COPILOT_PROVIDER_API_KEY_COMMAND",
+    "COPILOT_PROVIDER_BEARER_TOKEN",
+    "COPILOT_PROVIDER_HEADERS",
+    "COPILOT_PROVIDER_MODEL_ID",
+    "COPILOT_PROVIDER_TRANSPORT",
+    "COPILOT_PROVIDER_WIRE_MODEL",
+)
+"""Variables that would send another server's credentials, or ask for another model."""
+
+
+def configure_copilot(service: Service, _: Invocation) -> Setup:
+    """Return the setup of Copilot CLI for `service`. Source: `copilot help providers`."""
+    return Setup(
+        variables={
+            "COPILOT_PROVIDER_BASE_URL": f"{service.url}/v1",
+            "COPILOT_PROVIDER_TYPE": "openai",
+            "COPILOT_PROVIDER_WIRE_API": "completions",
+            "COPILOT_PROVIDER_API_KEY": None,
+            "COPILOT_MODEL": service.asked,
+            "COPILOT_PROVIDER_MAX_PROMPT_TOKENS": str(service.context - service.output),
+            "COPILOT_PROVIDER_MAX_OUTPUT_TOKENS": str(service.output),
+        },
+        unset=_OTHER_CREDENTIALS,
+    )
+
+
+# -- Continue ----------------------------------------------------------------------------------
+
+_CONTINUE_FLAG = "--config"
+
+
+def configure_continue(service: Service, invocation: Invocation) -> Setup:
+    """Return the setup of Continue's CLI for `service`: a configuration that has only this server.
+
+    It is not used if the user's own arguments have --config. The key is in a variable, which
+    Continue puts in place of `${{ secrets.NAME }}`. Source: https://docs.continue.dev/reference.
+    """
+    model = {
+        "name": "mlxcache",
+        "provider": "openai",
+        "model": service.asked,
+        "apiBase": f"{service.url}/v1",
+        "apiKey": f"${{{{ secrets.{KEY_VARIABLE} }}}}",
+        "roles": ["chat", "edit", "apply", "summarize"],
+        "capabilities": ["tool_use"],
+        "contextLength": service.context,
+        "defaultCompletionOptions": {
+            "contextLength": service.context,
+            "maxTokens": service.output,
+        },
+    }
+    config = {"name": "mlxcache", "version": "1.0.0", "schema": "v1", "models": [model]}
+    has_own = has_flag(invocation.arguments, _CONTINUE_FLAG)
+    return Setup(
+        variables={KEY_VARIABLE: None},
+        settings_flag=None if has_own else _CONTINUE_FLAG,
+        settings=config,
+        by_hand="No variable points Continue at a server. Write this to a file, and add "
+        f"{_CONTINUE_FLAG} FILE to the command: {json.dumps(config)}",
     )
 
 
@@ -268,17 +520,19 @@ class ClientName(StrEnum):
 TAKES_SMALL = (ClientName.CLAUDE, ClientName.OPENCODE)
 """Clients to which a second, smaller model can be named, for titles and sub-agents."""
 
-CLIENTS = {
-    ClientName.CLAUDE: Client(
+_CLIENTS = (
+    Client(
         "claude",
         "Claude Code",
         "npm install -g @anthropic-ai/claude-code",
         18_041,
         "the most tools, sub-agents, plans; wants a model that calls tools well",
         configure_claude,
-        is_quiet=_is_print_mode,
+        is_quiet=lambda arguments: (
+            _prints_only(arguments) and not any("stream-json" in one for one in arguments)
+        ),
     ),
-    ClientName.OPENCODE: Client(
+    Client(
         "opencode",
         "OpenCode",
         "npm install -g opencode-ai",
@@ -287,75 +541,73 @@ CLIENTS = {
         configure_opencode,
         is_quiet=lambda arguments: "run" in arguments[:1] and "--format" not in arguments,
     ),
-    ClientName.CODEX: Client(
+    Client(
         "codex",
         "Codex",
-        _CODEX_INSTALL,
+        "npm install -g @openai/codex",
         12_992,
         "a shell and a patch tool",
         configure_codex,
-        OLDEST_CODEX,
+        Version("0.94.0"),
         is_quiet=lambda arguments: "exec" in arguments[:1] and "--json" not in arguments,
     ),
-    ClientName.QWEN: Client(
+    Client(
         "qwen",
         "Qwen Code",
         "npm install -g @qwen-code/qwen-code",
         21_099,
         "made for Qwen's models; sub-agents, a memory of its own",
         configure_qwen,
-        OLDEST_QWEN,
+        Version("0.24.4"),
         node="22",
         is_quiet=lambda arguments: (
             has_flag(arguments, "-p", "--prompt")
             and not has_flag(arguments, "-i", "--prompt-interactive", "-o", "--output-format")
         ),
     ),
-    ClientName.PI: Client(
+    Client(
         "pi",
         "pi",
         "npm install -g @earendil-works/pi-coding-agent",
         2_062,
         "four tools and the shortest prompt: quick on any machine",
         configure_pi,
-        OLDEST_PI,
+        Version("0.87.1"),
         node="22.19",
-        is_quiet=lambda arguments: (
-            any(one in ("-p", "--print") for one in arguments) and not has_flag(arguments, "--mode")
-        ),
+        is_quiet=lambda arguments: _prints_only(arguments) and not has_flag(arguments, "--mode"),
     ),
-    ClientName.CLINE: Client(
+    Client(
         "cline",
         "Cline",
         "npm install -g cline",
         8_221,
         "plans and acts; it asks for nothing unless told to",
         configure_cline,
-        OLDEST_CLINE,
+        Version("3.0.65"),
     ),
-    ClientName.COPILOT: Client(
+    Client(
         "copilot",
         "Copilot CLI",
         "npm install -g @github/copilot",
         17_830,
         "GitHub's agent, here without an account",
         configure_copilot,
-        OLDEST_COPILOT,
+        Version("1.0.102"),
         is_quiet=lambda arguments: (
             has_flag(arguments, "-p", "--prompt") and not has_flag(arguments, "--output-format")
         ),
     ),
-    ClientName.CONTINUE: Client(
+    Client(
         "cn",
         "Continue",
         "npm install -g @continuedev/cli",
         2_612,
         "a short prompt with files, a shell and a checklist",
         configure_continue,
-        OLDEST_CONTINUE,
-        is_quiet=lambda arguments: any(one in ("-p", "--print") for one in arguments),
+        Version("1.5.47"),
+        is_quiet=_prints_only,
     ),
-    ClientName.ANYCLAUDE: Client(
+    Client(
         "anyclaude",
         "anyclaude",
         "git clone https://github.com/akaszubski/anyclaude-local && cd anyclaude-local && "
@@ -365,71 +617,6 @@ CLIENTS = {
         configure_anyclaude,
         prints_version=False,
     ),
-}
+)
 
-
-def find_program(client: Client) -> Path:
-    """Return the path of the client's program. Raises MlxcacheError if it is not installed."""
-    found = shutil.which(client.name)
-    if found is None:
-        raise MlxcacheError(
-            f"{client.title} is not installed: there is no `{client.name}` on the PATH. "
-            f"Install it with\n{client.install}"
-        )
-    return Path(found)
-
-
-_VERSION_TIMEOUT_S = 30.0
-_TAIL_LINES = 4
-
-
-def check_program(client: Client, invocation: Invocation) -> None:
-    """Run the client's program with `--version` to check it. Blocks until it ends.
-
-    Does nothing if the program is not installed, or if `client.prints_version` is False. Raises
-    MlxcacheError if the program fails or takes longer than `_VERSION_TIMEOUT_S`. If `client.oldest`
-    is set, also raises it for an older version, or if none is printed.
-    """
-    if not (invocation.installed and client.prints_version):
-        return
-    printed = _version_output(client, invocation)
-    found = re.search(r"\d+\.\d+\.\d+", printed)
-    if client.oldest is None:
-        return
-    if found is None:
-        raise MlxcacheError(f"{invocation.program} --version printed no version: {printed!r}.")
-    if Version(found[0]) < client.oldest:
-        with_node = f" with Node.js {client.node} or later" if client.node else ""
-        raise MlxcacheError(
-            f"{client.title} {found[0]} is too old: version {client.oldest} or later is needed. "
-            f"Install it{with_node}:\n{client.install}"
-        )
-
-
-def _version_output(client: Client, invocation: Invocation) -> str:
-    """Return what the client's program prints to standard output with `--version`.
-
-    Raises MlxcacheError if the program fails or takes longer than `_VERSION_TIMEOUT_S`.
-    """
-    environ = without_script_settings(invocation.environ)
-    words = [str(invocation.program), "--version"]
-    try:
-        done = subprocess.run(
-            words,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_VERSION_TIMEOUT_S,
-            env=environ,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise MlxcacheError(f"{invocation.program} --version failed: {error}.") from error
-    if done.returncode:
-        said = (done.stderr.strip() or done.stdout.strip()).splitlines()[-_TAIL_LINES:]
-        raise MlxcacheError(
-            f"{client.title} does not work: `{invocation.program} --version` ended with status "
-            f"{done.returncode}. Install it again with\n{client.install}\n" + "\n".join(said)
-        )
-    return done.stdout.strip()
+CLIENTS = {ClientName(one.name): one for one in _CLIENTS}

@@ -11,10 +11,9 @@ import typer
 from typer.core import TyperCommand
 
 from mlxcache.cli.launch.clients import CLIENTS, ClientName
-from mlxcache.cli.options import Config, Flags, with_settings
+from mlxcache.cli.options import Config, Flags, Json, Url, with_settings
 from mlxcache.cli.output import reporting
 from mlxcache.cli.own_command import own_command
-from mlxcache.cli.target import Json, Url
 from mlxcache.errors import ConfigError
 
 Client = Annotated[
@@ -52,22 +51,16 @@ StopAfter = Annotated[
 
 
 _MISSPELT = 0.85
-"""Minimum similarity, from 0 to 1, of an unknown option to a known one that is suggested for it."""
+"""Minimum similarity of an unknown option to a known one that is suggested for it."""
 
 
 _ALSO_CALLED = {"continue": ClientName.CONTINUE.value}
-"""Names of clients that are also taken as CLIENT, which otherwise is the name of the program."""
 
 
 class LaunchCommand(TyperCommand):
     """Command whose error for an unknown option says where arguments for the client go."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse `args` as click does. The first word `continue` is taken as the client `cn`.
-
-        The error for an unknown option after the client says that the client's arguments go after
-        `--`.
-        """
         args = [*(_ALSO_CALLED.get(word, word) for word in args[:1]), *args[1:]]
         given = list(args)
         try:
@@ -97,12 +90,9 @@ def _dashes_hint(
 ) -> str | None:
     """Return a message with a command line in which `--` precedes an unknown option.
 
-    The words behind the unknown option follow it, except the options of `launch` with their values,
-    which come before `--`. `given` holds the words after `mlxcache launch`. `unknown` is the one
-    that is no option of `launch`, probably meant for the client. `possible` holds options of
-    `launch`: the one that is spelt most like `unknown` is suggested too, if it is similar enough.
-    `takes_value` tells of each option of `launch` whether a value follows it. Returns None if no
-    client is named before `unknown`, or if `--` precedes it already.
+    Options of `launch` with their values come before it. One of `possible` is suggested too, if it
+    is similar enough. `takes_value` tells of each option of `launch` whether a value follows it.
+    Returns None if no client is named before `unknown`, or if `--` precedes it already.
     """
     is_short = not unknown.startswith("--")
     at = next(
@@ -127,10 +117,7 @@ def _dashes_hint(
 
 
 def _divided(words: Sequence[str], takes_value: Mapping[str, bool]) -> tuple[list[str], list[str]]:
-    """Divide words of a command line into options of `launch` with their values, and all others.
-
-    Words after `--` are others; that word itself is left out. `takes_value`: see `_dashes_hint`.
-    """
+    """Divide words into options of `launch` with their values, and all others, without `--`."""
     own: list[str] = []
     others: list[str] = []
     rest = iter(words)

@@ -4,72 +4,69 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from rich.console import Console
+from rich.prompt import Prompt
+from rich.table import Table
 from rich.text import Text
 
-from mlxcache.cli.agent_settings import current_folder
-from mlxcache.cli.connect import base_url, quote_value
-from mlxcache.cli.launch.chooser import choose_client
+from mlxcache.cli.connect import base_url, current_folder, quote_value
 from mlxcache.cli.launch.clients import (
     CLIENTS,
+    KEY_VARIABLE,
     TAKES_SMALL,
     Client,
     ClientName,
-    check_program,
-    find_program,
-)
-from mlxcache.cli.launch.process import deferred_signals, remove_abandoned_settings, run_client
-from mlxcache.cli.launch.server import (
-    OtherServerStarted,
-    StartedServer,
-    find_free_port,
-    query_server,
-    server_answers,
-    start_server,
-    wait_until_ready,
-    was_asked,
-)
-from mlxcache.cli.launch.setup import (
-    KEY_VARIABLE,
     Invocation,
     Service,
     Setup,
     proxy_bypass,
 )
-from mlxcache.cli.launch.watching import watching
+from mlxcache.cli.launch.processes import (
+    OtherServerStarted,
+    StartedServer,
+    check_program,
+    deferred_signals,
+    find_free_port,
+    find_program,
+    query_server,
+    remove_abandoned_settings,
+    run_client,
+    server_answers,
+    start_server,
+    wait_until_ready,
+    was_asked,
+    watching,
+)
 from mlxcache.cli.listen import PortTaken, is_taken
-from mlxcache.cli.output import console
+from mlxcache.cli.options import URL_VARIABLE
+from mlxcache.cli.output import can_ask, console
 from mlxcache.cli.own_command import own_command, own_sources
 from mlxcache.cli.remote import Remote
 from mlxcache.cli.show import print_json
-from mlxcache.cli.target import URL_VARIABLE
-from mlxcache.config import SETTINGS, load_settings, read_keys
+from mlxcache.config import SETTINGS, format_size, load_settings, machine_bytes, read_keys
 from mlxcache.config.models import DEMO_ID
 from mlxcache.config.settings import is_loopback
 from mlxcache.errors import ConfigError, MlxcacheError
 from mlxcache.store.lock import servers
-from mlxcache.store.mac_folder import locate_cache_dir
 
 _USED = ("host", "port", "cache_dir", "api_key", "api_keys_file", "model")
 """Flags that are used even if a server is already running: they find it or are sent to it."""
 
 
 class Launch:
-    """One call of the command `launch`.
+    """One call of the command `launch`, with its flags by the names of settings.
 
-    `flags` are settings given as flags, by name, and `config` is the path of config.toml or None.
-    The argument `url` is the value of --url, or None, which stands for that of MLXCACHE_URL.
-    `small` is the name of the model for titles and sub-agents, None for the client's main model.
-
-    The attribute `settings` holds the settings of the server to start if none runs. The attribute
-    `url` is the address of the server that was found or is to be started, and `running` tells
-    whether an mlxcache server answers there. `url` changes when a server is started on a free port,
-    and `running` if another command starts a server first.
+    `settings` are those of the server to start if none runs. `url` is the address of the server
+    that was found or is to be started, and `running` tells whether an mlxcache server answers
+    there. `url` changes when a server is started on a free port, and `running` if another command
+    starts a server first. `small` names the model for titles and sub-agents.
     """
 
     def __init__(
@@ -93,10 +90,7 @@ class Launch:
         self._find()
 
     def choose(self) -> ClientName:
-        """Show the menu and return the client that the user chose.
-
-        Raises ConfigError without a terminal, or if the input ends.
-        """
+        """Show the menu and return the client that the user chose. Raises ConfigError."""
         found = query_server(self.url, self.key) if self.running else None
         default = self.settings.for_request(None)
         return choose_client(found, default.model, default.context)
@@ -131,12 +125,6 @@ class Launch:
     def _announce(
         self, client: Client, invocation: Invocation, service: Service, *, new: bool
     ) -> None:
-        """Print hints to standard error before the client starts, where they apply.
-
-        One says that the client would work on the sources of mlxcache, the other how long its first
-        prompt is. The latter is printed only if this command started the server (`new`), which then
-        has not read the prompt yet.
-        """
         if own_sources(invocation.cwd):
             _say(
                 f"{client.title} works on the sources of mlxcache, in {invocation.cwd}. "
@@ -151,11 +139,7 @@ class Launch:
     def _leave(
         self, started: StartedServer, service: Service, status: int, *, stop_after: bool
     ) -> None:
-        """Stop the started server, or print how to stop it, after the client has ended.
-
-        The server is stopped with `stop_after`, or if the client's exit `status` is not 0 and it
-        sent no request.
-        """
+        """Stop the started server, also if the client failed unasked, or print how to stop it."""
         unused = status != 0 and not was_asked(service)
         if unused and not stop_after:
             _say(f"The client sent no request and ended with {status}: stopping its server.")
@@ -166,10 +150,9 @@ class Launch:
         _say(f"The server keeps running at {service.url}. To stop it: kill {pid}")
 
     def print_env(self, name: ClientName, arguments: list[str], *, as_json: bool) -> None:
-        """Print the client's variables and command, without starting the client or a server.
+        """Print the client's variables and command, as shell lines or JSON, and start nothing.
 
-        They are printed as shell lines, or with `as_json` as one JSON object. Blocks while a
-        running server loads its model.
+        Blocks while a running server loads its model.
         """
         self._check_small(name)
         if self.running:
@@ -197,37 +180,34 @@ class Launch:
             )
 
     def _find(self) -> None:
-        """Look for a running server: set `running`, and `url` to the address of one that answers.
+        """Look for a running server at `url`, then among those listed in the cache folder.
 
-        `running` becomes True if one answers, else False. First `url` is tried, unless the
-        configured port is 0. Then the servers that are listed in the cache folder are tried, but
-        only if the user gave neither an address (--host, --port, --url, MLXCACHE_URL) nor --model.
+        The latter only if the user gave neither an address nor --model.
         """
         # port 0 asks for a server of its own on any free port, where none can answer yet
         self.running = bool(self._elsewhere or self.settings.port) and server_answers(self.url)
         fixed = self._elsewhere or any(self._flags.get(one) for one in ("host", "port", "model"))
         if not self.running and not fixed:
-            for one in servers(locate_cache_dir(self.settings.cache_dir)):
+            for one in servers(self.settings.cache_dir):
                 if server_answers(one.url):
                     self.url, self.running = one.url, True
                     break
 
     def _served(self, signals: Sequence[int]) -> tuple[Service, StartedServer | None]:
-        """Return a ready server, and its process if it was started here, else None.
+        """Return a ready server, and its process if it was started here. Blocks.
 
-        A server is started if none is running. Blocks until it is ready. Signals received meanwhile
-        are added to `signals`: SIGINT then raises KeyboardInterrupt, another one SystemExit.
+        Signals received meanwhile are added to `signals`: SIGINT then raises KeyboardInterrupt,
+        another one SystemExit.
         """
         while not self.running:
             try:
                 started = self._start()
                 service = wait_until_ready(self.url, self.key, started, signals)
-                return self._choose_small(service, started), started
+                return self._choose_models(service, started), started
             except OtherServerStarted as error:
                 _say(str(error))
                 self.running = bool(self.settings.port)  # with port 0, another port is tried
-        service = wait_until_ready(self.url, self.key, None, signals)
-        service = self._choose_models(service)
+        service = self._choose_models(wait_until_ready(self.url, self.key, None, signals))
         _say(f"Using the server that runs at {service.url}. It serves {service.model}.")
         self._report_unused_flags()
         return service, None
@@ -268,51 +248,52 @@ class Launch:
             _say(f"A server runs already at {self.url}: {', '.join(unused)} changes nothing.")
 
     def _check_small(self, name: ClientName) -> None:
-        """Raise ConfigError if a small model is given for a client that takes none."""
         if self._small is not None and name not in TAKES_SMALL:
             raise ConfigError(f"--small-model is only for {' and '.join(TAKES_SMALL)}")
 
-    def _choose_models(self, service: Service) -> Service:
-        """Return `service`, a running server, with the models that the user asked for.
+    def _choose_models(self, service: Service, started: StartedServer | None = None) -> Service:
+        """Return `service`, a ready server, with the models that the user asked for.
 
-        The first `--model` is the client's model. If the server has never loaded that model, the
-        model is loaded now, because its context length is not known before. Raises MlxcacheError
-        for a model that is not served.
+        The first `--model` is the client's model, unless the server was `started` with it. Raises
+        MlxcacheError for a model that is not served, and stops a started server then.
         """
-        remote = Remote(self.url, self.key)
-        models = remote.models() if self._small or self._flags.get("model") else []
-        if self._flags.get("model"):
-            found = [_find_served(models, entry.names) for entry in self.settings.entries]
-            if None in found:
-                names = ", ".join(str(one["id"]) for one in models)
-                choice = "Name one of them with --model" if len(models) > 1 else "Leave out --model"
-                raise MlxcacheError(
-                    f"The server at {service.url} serves {names}. {choice} to use it, stop it, or "
-                    "start another one beside it with --port 0."
-                )
-            if (chosen := found[0]) is not None and chosen["id"] != service.model:
-                service = _with_model(service, chosen, remote)
-        return self._with_small(service, models)
-
-    def _choose_small(self, service: Service, started: StartedServer) -> Service:
-        """Return `service` with the small model, or unchanged if the user named none.
-
-        `service` describes the server `started`. If that server does not have the small model,
-        stops the server and raises MlxcacheError.
-        """
-        if self._small is None:
-            return service
+        remote = Remote(service.url, self.key)
+        named = started is None and self._flags.get("model")
         try:
-            return self._with_small(service, Remote(service.url, self.key).models())
+            models = remote.models() if self._small or named else []
+            if named:
+                service = self._with_named(service, models, remote)
+            return self._with_small(service, models)
         except MlxcacheError:
-            started.stop()
+            if started is not None:
+                started.stop()
             raise
 
-    def _with_small(self, service: Service, models: Sequence[Mapping[str, Any]]) -> Service:
-        """Return `service` with the model that was named as small, or unchanged if none was.
+    def _with_named(
+        self, service: Service, models: Sequence[Mapping[str, Any]], remote: Remote
+    ) -> Service:
+        """Return `service` with the model of --model.
 
-        `models`: as in `GET /v1/models`. Raises MlxcacheError if the small model is none of them.
+        It is loaded now if it never was, because its context length is not known before. Blocks.
         """
+        found = [_find_served(models, entry.names) for entry in self.settings.entries]
+        if None in found:
+            names = ", ".join(str(one["id"]) for one in models)
+            choice = "Name one of them with --model" if len(models) > 1 else "Leave out --model"
+            raise MlxcacheError(
+                f"The server at {service.url} serves {names}. {choice} to use it, stop it, or "
+                "start another one beside it with --port 0."
+            )
+        model = found[0]
+        if model is None or model["id"] == service.model:
+            return service
+        if not model.get("context_length"):
+            _say(f"Loading {model['id']}, which the server at {service.url} has not loaded before.")
+            model = remote.load_model(str(model["id"]))
+        name = str(model["id"])
+        return replace(service, model=name, asked=name, context=int(model["context_length"]))
+
+    def _with_small(self, service: Service, models: Sequence[Mapping[str, Any]]) -> Service:
         if self._small is None:
             return service
         found = _find_served(models, (self._small,))
@@ -325,10 +306,7 @@ class Launch:
         return replace(service, small=str(found["id"]))
 
     def _expected(self) -> Service:
-        """Describe the server that would be started, from the settings and the model's files.
-
-        If the settings have several models, the description has the default one.
-        """
+        """Describe the server that would be started, from the settings and the model's files."""
         settings = self.settings.for_request(None)
         _say(f"No server runs at {self.url} yet: `{own_command()} serve` starts one.")
         if settings.model is None:
@@ -352,34 +330,17 @@ class Launch:
 def _find_served(
     models: Sequence[Mapping[str, Any]], names: Sequence[str]
 ) -> Mapping[str, Any] | None:
-    """Return the first of `models` whose id, display name or alias is in `names`, or None.
-
-    `models`: as in `GET /v1/models`.
-    """
     for one in models:
         if {one["id"], one.get("display_name"), *one.get("aliases", ())} & set(names):
             return one
     return None
 
 
-def _with_model(service: Service, model: Mapping[str, Any], remote: Remote) -> Service:
-    """Return `service` with `model` in place of the default model of its server.
-
-    `model`: its object in `GET /v1/models`. `remote`: a client of that server, through which the
-    model is loaded if it never was. Blocks until it is loaded.
-    """
-    if not model.get("context_length"):
-        _say(f"Loading {model['id']}, which the server at {service.url} has not loaded before.")
-        model = remote.load_model(str(model["id"]))
-    name = str(model["id"])
-    return replace(service, model=name, asked=name, context=int(model["context_length"]))
-
-
 def _local_address(url: str) -> dict[str, str] | None:
-    """Return the flags `host` and `port` for `url`, or None if it is not on this machine.
+    """Return the flags `host` and `port` for `url`, or None where no server can be started.
 
-    None also stands for an https address or one without a port, where no server can be started.
-    Raises ConfigError if `url` is not an HTTP address.
+    That is on another machine, with https or without a port. Raises ConfigError if `url` is not an
+    HTTP address.
     """
     try:
         parts = urlsplit(url.rstrip("/").removesuffix("/v1"))
@@ -394,11 +355,7 @@ def _local_address(url: str) -> dict[str, str] | None:
 
 
 def _invocation(name: ClientName, arguments: list[str], *, needed: bool = True) -> Invocation:
-    """Describe the client program with the user's arguments and environment.
-
-    If the client is not installed, raises MlxcacheError; without `needed`, prints the error to
-    standard error instead and returns an Invocation whose `installed` is False.
-    """
+    """Describe the client's program; if it is not installed, raise MlxcacheError where `needed`."""
     client = CLIENTS[name]
     path: Path | None
     try:
@@ -440,11 +397,7 @@ def shell_lines(setup: Setup, service: Service, environ: Mapping[str, str]) -> l
 
 
 def setup_object(setup: Setup, service: Service, invocation: Invocation) -> dict[str, Any]:
-    """Return the object that `launch --print-env --json` prints.
-
-    `command` is the client's command line, `set` holds variables to set by name, and `unset` the
-    names of variables to remove.
-    """
+    """Return the object that `launch --print-env --json` prints."""
     return {
         "object": "launch",
         "command": [invocation.program.name, *setup.arguments, *invocation.arguments],
@@ -456,3 +409,88 @@ def setup_object(setup: Setup, service: Service, invocation: Invocation) -> dict
 def _say(text: str) -> None:
     """Print a line to standard error without wrapping it, so that it can be copied."""
     console(stderr=True).print(Text(text))
+
+
+# -- the menu ----------------------------------------------------------------------------------
+
+MIN_PROMPTS = 2
+"""Minimum context for a client, in multiples of its first prompt. A shorter one is reported."""
+
+GB = 10**9
+MODELS = (
+    (80 * GB, "mlx-community/Qwen3-Next-80B-A3B-Instruct-4bit", 45 * GB),
+    (30 * GB, "mlx-community/Qwen3-Coder-30B-A3B-Instruct-4bit", 17 * GB),
+    (0, "mlx-community/Qwen3-4B-Instruct-2507-4bit", 2.3 * GB),
+)
+"""Models to suggest, which can call tools: minimum memory, Hub id, bytes of the weights."""
+
+Which = Callable[[str], str | None]
+
+
+def choose_client(found: Service | None, model: str | None, context: int | None) -> ClientName:
+    """Print the menu and return the client that the user chooses. Blocks for the answer.
+
+    `found` is the running server, else the one to start has `model` (None for the demo) and
+    `context`. Raises ConfigError without a terminal, or if the input ends.
+    """
+    usage = f"run mlxcache launch CLIENT, where CLIENT is {' or '.join(CLIENTS)}"
+    if not can_ask():
+        raise ConfigError(f"no client is given: {usage}")
+    console = Console(stderr=True, highlight=False, markup=False)
+    print_menu(console, found, model, context)
+    numbers = {str(number): name for number, name in enumerate(CLIENTS, start=1)}
+    choices = [*numbers, *(name.value for name in CLIENTS)]
+    try:
+        answer = Prompt.ask(
+            "Which one", console=console, choices=choices, show_choices=False, default="1"
+        )
+    except EOFError as error:
+        raise ConfigError(f"no client was chosen: {usage}") from error
+    return numbers.get(answer) or ClientName(answer)
+
+
+def print_menu(
+    console: Console,
+    found: Service | None,
+    model: str | None,
+    context: int | None,
+    *,
+    which: Which = shutil.which,
+    memory: int | None = None,
+) -> None:
+    """Print the machine's memory, the model, and one entry for each client.
+
+    If a server for the demo would be started, a command with a model that fits the `memory` is
+    printed too, on a line of its own, to be copied.
+    """
+    memory = machine_bytes() if memory is None else memory
+    length = found.context if found is not None else context
+    served = found.model if found is not None else model or "the built-in demo"
+    with_length = f" with a context of {length:,} tokens" if length else ""
+    how = f"{found.url} serves" if found is not None else "a server would be started for"
+    console.print(f"{format_size(memory)} of memory; {how} {served}{with_length}.")
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for _ in range(2):
+        table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for number, client in enumerate(CLIENTS.values(), start=1):
+        table.add_row(str(number), Text(client.name, "bold"), _description(client, length, which))
+    console.print(table)
+    if found is None and model is None:
+        name, weights = next((name, size) for least, name, size in MODELS if memory >= least)
+        console.print(
+            "Without --model the built-in demo is served, whose replies have no meaning. A model "
+            f"that fits this machine ({format_size(int(weights))} of {format_size(memory)}):"
+        )
+        line = f"{own_command()} launch claude --model {name}"
+        console.print(Text(line, "cyan"), soft_wrap=True)
+
+
+def _description(client: Client, context: int | None, which: Which) -> Text:
+    text = Text(f"{client.title}: {client.good_for}. ")
+    text.append(f"First prompt: {client.about_first_prompt}.")
+    if context is not None and context < client.first_prompt * MIN_PROMPTS:
+        text.append(" The context is too short for it.", "yellow")
+    if which(client.name) is None:
+        text.append(" Not installed.", "yellow")
+    return text

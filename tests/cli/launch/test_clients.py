@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from mlxcache.cli import connect
-from mlxcache.cli.launch.clients import CLIENTS, ClientName
-from mlxcache.cli.launch.setup import Invocation, Service
+from mlxcache.cli.launch.clients import CLIENTS, ClientName, Invocation, Service
 
 URL = "http://127.0.0.1:1"
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from mlxcache.cli.launch.clients import Invocation, Service, Setup, proxy_bypass
 from mlxcache.cli.launch.launching import setup_object, shell_lines
-from mlxcache.cli.launch.server import query_server
-from mlxcache.cli.launch.setup import Invocation, Service, Setup, proxy_bypass
+from mlxcache.cli.launch.processes import query_server
 from mlxcache.cli.remote import NoServer, Remote, proxied
 
 KEY = "a-key-of-its-own"

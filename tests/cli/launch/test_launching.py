@@ -20,9 +20,8 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from mlxcache.cli.launch import chooser
-from mlxcache.cli.launch.clients import CLIENTS, ClientName
-from mlxcache.cli.launch.setup import Service
+from mlxcache.cli.launch import launching
+from mlxcache.cli.launch.clients import CLIENTS, ClientName, Service
 from mlxcache.cli.main import app
 from mlxcache.cli.own_command import CLONE, own_command
 from mlxcache.errors import ConfigError
@@ -473,7 +472,7 @@ def test_a_current_folder_that_was_removed_is_an_error(
 def test_signals_are_forwarded_and_the_exit_status_is_that_of_a_shell() -> None:
     """128 and the signal's number; Ctrl-C is left to the client."""
     code = (
-        "import sys; from mlxcache.cli.launch.process import run_process; "
+        "import sys; from mlxcache.cli.launch.processes import run_process; "
         "sys.exit(run_process(sys.argv[1:], {}))"
     )
     for script in ("kill -INT $PPID; kill -TERM $PPID; exec /bin/sleep 60", "kill -TERM $$"):
@@ -490,7 +489,7 @@ def test_without_a_terminal_the_client_must_be_named(here: Here) -> None:
 
 def menu(found: Service | None, model: str | None, width: int = 80, **more: Any) -> str:
     console = Console(file=io.StringIO(), width=width)
-    chooser.print_menu(console, found, model, None, **more)
+    launching.print_menu(console, found, model, None, **more)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -526,7 +525,7 @@ def test_the_menu_takes_a_number_or_a_name(monkeypatch: pytest.MonkeyPatch) -> N
     ):
         monkeypatch.setattr(sys, "stdin", Terminal(typed))
         monkeypatch.setattr(sys, "stderr", Terminal())
-        assert chooser.choose_client(None, "m", None) is name
+        assert launching.choose_client(None, "m", None) is name
     monkeypatch.setattr(sys, "stdin", Terminal(""))
     with pytest.raises(ConfigError, match="no client was chosen"):
-        chooser.choose_client(None, "m", None)
+        launching.choose_client(None, "m", None)

@@ -13,18 +13,20 @@ from pathlib import Path
 
 import pytest
 
-from mlxcache.cli.launch.clients import CLIENTS, ClientName
-from mlxcache.cli.launch.launching import setup_object
-from mlxcache.cli.launch.process import remove_abandoned_settings, run_client
-from mlxcache.cli.launch.providers import (
+from mlxcache.cli.launch.clients import (
+    CLIENTS,
     PI_EXTENSION,
     QWEN_SETTINGS,
+    ClientName,
+    Invocation,
+    Service,
     configure_continue,
     configure_copilot,
     configure_pi,
     configure_qwen,
 )
-from mlxcache.cli.launch.setup import Invocation, Service
+from mlxcache.cli.launch.launching import setup_object
+from mlxcache.cli.launch.processes import remove_abandoned_settings, run_client
 
 SERVICE = Service("http://127.0.0.1:1", "toy", 40_000, "a key")
 RECORDS = """#!/bin/sh

@@ -22,7 +22,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from mlxcache.cli.launch import launching
-from mlxcache.cli.launch.server import StartedServer, find_free_port, open_log
+from mlxcache.cli.launch.processes import StartedServer, find_free_port, open_log
 from mlxcache.cli.main import app
 from mlxcache.store.lock import serving
 from tests.served import Served, default_signals, served

@@ -13,14 +13,12 @@ from typing import Any, ClassVar
 
 import pytest
 
-from mlxcache.cli import reading
-from mlxcache.cli.launch import watching as module
-from mlxcache.cli.launch.clients import CLIENTS, ClientName
-from mlxcache.cli.launch.process import run_client
-from mlxcache.cli.launch.setup import Invocation, Service, Setup
-from mlxcache.cli.launch.watching import LineAbove, watching
+from mlxcache.cli import log
+from mlxcache.cli.launch import processes as module
+from mlxcache.cli.launch.clients import CLIENTS, ClientName, Invocation, Service, Setup
+from mlxcache.cli.launch.processes import LineAbove, run_client, watching
 from mlxcache.cli.remote import NoServer
-from tests.cli.test_reading import Screen
+from tests.cli.test_log import Screen
 
 SERVICE = Service("http://127.0.0.1:1", "m", 4096)
 
@@ -49,7 +47,7 @@ def watched(monkeypatch: pytest.MonkeyPatch, answers: list[list[dict[str, Any]]]
     monkeypatch.setattr(module, "Remote", Server)
     monkeypatch.setattr(Server, "answers", answers)
     monkeypatch.setattr(module, "POLL_S", 0.001)
-    monkeypatch.setattr(reading, "SHOWN_AFTER_S", 0.0)
+    monkeypatch.setattr(log, "SHOWN_AFTER_S", 0.0)
     out = io.StringIO()
     module._watch(SERVICE, out, threading.Event())
     return out.getvalue()
@@ -118,7 +116,7 @@ def test_a_quiet_client_at_a_terminal_is_watched(
     monkeypatch.setattr(module, "Remote", Server)
     monkeypatch.setattr(Server, "answers", [[row("prefill", at)] for at in range(1, 500)])
     monkeypatch.setattr(module, "POLL_S", 0.01)
-    monkeypatch.setattr(reading, "SHOWN_AFTER_S", 0.0)
+    monkeypatch.setattr(log, "SHOWN_AFTER_S", 0.0)
     ours, theirs = pty.openpty() if terminal else os.pipe()
     words = Invocation(Path("/bin/sleep"), ("0.3",), dict(os.environ), tmp_path, tmp_path)
     with os.fdopen(theirs if terminal else os.dup(theirs), "w") as stderr:

@@ -1,4 +1,4 @@
-"""Progress of long prefills, shown as a line at the server's terminal or as lines in its log."""
+"""What a running server prints: its log, a line per request, and the progress of long prefills."""
 
 from __future__ import annotations
 
@@ -6,39 +6,114 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from mlxcache.cli.output import name_sender
+from mlxcache.cli.output import visible
 
 if TYPE_CHECKING:
     from mlxcache.engine.engine import Engine
+    from mlxcache.types import RequestRecord
 
 SHOWN_AFTER_S = 1.0
 """Seconds after which a prefill is shown."""
 
 POLL_S = 0.5
-"""Interval in seconds between updates of the line."""
 
 REPORT_S = 15.0
-"""Interval in seconds between two log lines about one prompt, without a terminal."""
+"""Seconds between two log lines about one prompt, without a terminal."""
 
 _MINUTES_FROM_S = 120.0
 
 request_log = logging.getLogger("mlxcache.requests")
 
 
+class ConsoleHandler(logging.Handler):
+    """Log handler that prints on a rich console, so that log lines do not break a progress bar."""
+
+    def __init__(self, console: Console):
+        super().__init__()
+        self._console = console
+        self.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        style = {"WARNING": "yellow", "ERROR": "red", "CRITICAL": "red"}.get(record.levelname, "")
+        text = visible(self.format(record))
+        if style:
+            at, _, rest = text.partition(" ")
+            text = f"{at} {record.levelname.lower()}: {rest}"
+        self._console.print(Text(text, style))
+
+
+def configure_logging(console: Console, level: str) -> None:
+    """Print log records on `console`: mlxcache's from `level` on, others from warning on."""
+    logging.basicConfig(level=logging.WARNING, handlers=[ConsoleHandler(console)], force=True)
+    logging.getLogger("mlxcache").setLevel(level.upper())
+    # its warnings are about what unknown programs send to the port
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+
+
+# -- a line per request ------------------------------------------------------------------------
+
+
+def log_line(record: RequestRecord, *, several: bool = False) -> str:
+    """Format a finished request as one log line; with `several` models, with the model's name."""
+    first, decode = record.timing.get("first_token_s"), record.timing.get("decode_s")
+    # decode_s begins with the first token, so it measures the steps after it
+    steps = record.generated_tokens - 1
+    end = record.finish_reason if record.status == "done" else record.status
+    restored = f" ({record.restored_tokens} from disk)" if record.restored_tokens else ""
+    fields = [
+        name_sender(record.session, record.client),
+        *((record.model,) if several and record.model else ()),
+        f"prompt {record.prompt_tokens}",
+        f"cached {record.cached_tokens}" + restored,
+        f"fed {record.fed_tokens}",
+        f"first token {'-' if first is None else f'{first:.2f} s'}",
+        f"{steps / decode:.1f} tok/s" if decode and steps > 0 else "- tok/s",
+        f"generated {record.generated_tokens}" + _drafts(record),
+        str(end),
+    ]
+    if record.lost:
+        fields.append(_lost(record.lost))
+    if record.error:
+        fields.append(" ".join(record.error.split()))
+    return "  ".join(fields)
+
+
+def _drafts(record: RequestRecord) -> str:
+    if not record.drafted_tokens:
+        return ""
+    sign = "lost" if record.guess_saved_s < 0 else "saved"
+    saved = f"in {record.guess_passes} passes, {abs(record.guess_saved_s):.2f} s {sign}"
+    return f" ({record.accepted_tokens} of {record.drafted_tokens} drafts accepted {saved})"
+
+
+def name_sender(session: str | None, client: str | None) -> str:
+    """Name the origin of a request: the end of its session's label, or else its client program."""
+    if session or not client:
+        return f"session {(session or '-')[-8:]}"
+    return f"client {client}"
+
+
+def _lost(lost: dict[str, Any]) -> str:
+    """Format a prefix loss, without text of the prompt, which must not be logged."""
+    if not lost["lost_tokens"]:
+        return str(lost["reason"])
+    why = f"{lost['reason']}: {lost['cause']}"
+    return f"lost {lost['lost_tokens']} ({why}, about {lost['lost_s']:.1f} s)"
+
+
+# -- the progress of long prefills -------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Progress of the prompt of request `id` during prefill.
-
-    `sender`: its session or client, see `name_sender`. `done` of `total` tokens are in the cache.
-    `left_s` is the estimated time for the rest in seconds, or None if it is unknown.
-    """
+    """Progress of the prompt of request `id`: `done` of `total` tokens are in the cache."""
 
     id: str
     sender: str
@@ -48,11 +123,8 @@ class Reading:
 
 
 def describe(readings: Sequence[Reading]) -> str:
-    """Format the progress of prompts as one line of text.
-
-    The tokens of several prompts are added up; the time left is the longest of theirs.
-    """
-    done, total = (sum(getattr(one, name) for one in readings) for name in ("done", "total"))
+    """Format the sum of the prompts' tokens, and the longest of their times left, as one line."""
+    done, total = sum(one.done for one in readings), sum(one.total for one in readings)
     what = "the prompt" if len(readings) == 1 else f"{len(readings)} prompts"
     left = max((one.left_s for one in readings if one.left_s is not None), default=None)
     text = f"reading {what}: {done:,} of {total:,}"
@@ -75,8 +147,7 @@ class LongReadings:
     def update(self, readings: Iterable[Reading]) -> list[Reading]:
         """Return those of `readings` whose prefill has taken at least `SHOWN_AFTER_S` seconds.
 
-        The time counts from the first call that was given a reading of the prompt. In each returned
-        reading, `left_s` is reduced by the seconds since the prompt's figures last changed. Prompts
+        In each, `left_s` is reduced by the seconds since the prompt's figures last changed. Prompts
         that are not in `readings` are forgotten.
         """
         now, seen, shown = self._clock(), self._seen, []
@@ -87,13 +158,9 @@ class LongReadings:
                 before, at = one, now
             self._seen[one.id] = began, before, at
             if now - began >= SHOWN_AFTER_S:
-                shown.append(_counted_down(one, now - at))
+                left = None if one.left_s is None else max(0.0, one.left_s - (now - at))
+                shown.append(replace(one, left_s=left))
         return shown
-
-
-def _counted_down(one: Reading, passed: float) -> Reading:
-    left = None if one.left_s is None else max(0.0, one.left_s - passed)
-    return Reading(one.id, one.sender, one.done, one.total, left)
 
 
 class Reports:
@@ -104,11 +171,10 @@ class Reports:
         self._last: dict[str, float] = {}
 
     def due(self, readings: Iterable[Reading]) -> list[Reading]:
-        """Return those of `readings` that need a log line now, and count these lines as written.
+        """Return those of `readings` that need a line now, and count these lines as written.
 
-        A prompt needs a line `REPORT_S` seconds after the first call that was given a reading of
-        it, and again `REPORT_S` seconds after each line. Prompts that are not in `readings` are
-        forgotten.
+        The first line is due `REPORT_S` seconds after the first call with a reading of the prompt.
+        Prompts that are not in `readings` are forgotten.
         """
         now, last, found = self._clock(), self._last, []
         self._last = {}
@@ -118,11 +184,6 @@ class Reports:
                 self._last[one.id] = now
                 found.append(one)
         return found
-
-
-def can_rewrite(console: Console) -> bool:
-    """Return whether a line on `console` can be rewritten in place."""
-    return console.is_terminal and not console.is_dumb_terminal
 
 
 class LastLine:
@@ -149,7 +210,6 @@ class LastLine:
         self._live.update(line, refresh=True)
 
     def remove(self) -> None:
-        """Remove the line from the terminal, if it is shown."""
         if self._live is not None:
             self._live.stop()
         self._live = None
@@ -161,7 +221,7 @@ async def show_readings(engines: Sequence[Engine], console: Console) -> None:
     On a terminal it is one line that is rewritten in place, which also shows models being loaded.
     Otherwise a line about each prompt is logged every `REPORT_S` seconds.
     """
-    terminal = can_rewrite(console)
+    terminal = console.is_terminal and not console.is_dumb_terminal
     long, reports, line = LongReadings(), Reports(), LastLine(console)
     try:
         while True:

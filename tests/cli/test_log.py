@@ -11,9 +11,16 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from mlxcache.cli import reading
-from mlxcache.cli.output import ConsoleHandler
-from mlxcache.cli.reading import LastLine, LongReadings, Reading, Reports, describe, show_readings
+from mlxcache.cli import log
+from mlxcache.cli.log import (
+    ConsoleHandler,
+    LastLine,
+    LongReadings,
+    Reading,
+    Reports,
+    describe,
+    show_readings,
+)
 from mlxcache.types import RequestRecord
 
 
@@ -141,15 +148,20 @@ class Engine:
         return (30_000 - record.fed_tokens) / 100 if record.fed_tokens > 1_000 else None
 
 
-@pytest.mark.parametrize("terminal", [False, True])
+@pytest.mark.parametrize("kind", ["terminal", "dumb terminal", "pipe"])
 async def test_a_server_shows_how_far_a_prompt_is(
-    terminal: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One line in place at a terminal, gone when the reply begins; else a few lines of the log."""
+    """One line in place at a terminal, gone when the reply begins; else a few lines of the log.
+
+    A dumb terminal cannot rewrite a line.
+    """
+    terminal = kind == "terminal"
+    monkeypatch.setenv("TERM", "dumb" if kind == "dumb terminal" else "xterm")
     for name, value in (("SHOWN_AFTER_S", 0.01), ("POLL_S", 0.005), ("REPORT_S", 0.04)):
-        monkeypatch.setattr(reading, name, value)
+        monkeypatch.setattr(log, name, value)
     out = io.StringIO()
-    console = Console(file=out, force_terminal=terminal, width=80, color_system=None)
+    console = Console(file=out, force_terminal=kind != "pipe", width=80, color_system=None)
     engine: Any = Engine()
     with caplog.at_level(logging.INFO, "mlxcache"):
         showing = asyncio.create_task(show_readings([engine], console))
@@ -170,10 +182,3 @@ async def test_a_server_shows_how_far_a_prompt_is(
             r"session 1234abcd  reading the prompt: \d+,000 of 30,000, about \d+ (s|min) left",
             lines[0],
         )
-
-
-def test_a_dumb_terminal_gets_log_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It cannot rewrite a line."""
-    monkeypatch.setenv("TERM", "dumb")
-    console = Console(file=io.StringIO(), force_terminal=True)
-    assert not reading.can_rewrite(console)

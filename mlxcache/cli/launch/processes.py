@@ -1,0 +1,576 @@
+"""Processes of `mlxcache launch`: the server, found or started, and the client."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, BinaryIO, TextIO
+from urllib.parse import urlsplit
+
+import httpx
+import psutil
+from packaging.version import Version
+
+from mlxcache.cli.connect import base_url
+from mlxcache.cli.launch.clients import Client, Invocation, Service, Setup, without_script_settings
+from mlxcache.cli.listen import IN_USE
+from mlxcache.cli.log import LongReadings, Reading, describe
+from mlxcache.cli.output import console
+from mlxcache.cli.progress import loading_bar
+from mlxcache.cli.remote import ANSWER_S, NoServer, Remote, proxied
+from mlxcache.config import Settings
+from mlxcache.errors import MlxcacheError
+from mlxcache.private import create, make_folder
+from mlxcache.store.lock import servers
+
+STOP_S = 15.0
+"""Seconds between SIGTERM and SIGKILL when a server is stopped."""
+
+_LOADING_POLL_S = 0.2
+_TAIL_LINES = 6
+_TAIL_BYTES = 4096
+_LOADING_LINE = re.compile(r"(?P<what>.*?)(?: (?P<percent>\d{1,3})%)?")
+
+
+# -- a server that runs ------------------------------------------------------------------------
+
+
+def server_answers(url: str) -> bool:
+    """Return whether an mlxcache server answers at `url`, even if its model is still loading."""
+    return Remote(url).health() is not None
+
+
+def query_server(url: str, key: str | None) -> Service | None:
+    """Return the server at `url` with its default model; None while it loads the model. Blocks.
+
+    Raises NoServer if no mlxcache server answers, and MlxcacheError if the server cannot serve or
+    requires another key. The key is sent only after the program there has answered as an mlxcache
+    server.
+    """
+    if not server_answers(url):
+        raise NoServer(f"Nothing answers at {url}, or it is not an mlxcache server.")
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    try:
+        response = httpx.get(
+            f"{url}/v1/models", headers=headers, timeout=ANSWER_S, trust_env=proxied(url)
+        )
+    except httpx.HTTPError as error:
+        raise NoServer(f"Nothing answers at {url}: {error}.") from error
+    if response.status_code == 503:
+        return None
+    if response.status_code == 401:
+        raise MlxcacheError(
+            f"The server at {url} requires a key: give it with --api-key, or in MLXCACHE_API_KEY."
+        )
+    if response.is_error:
+        message = f"status {response.status_code}."
+        with suppress(ValueError, KeyError, TypeError):
+            message = str(response.json()["error"]["message"])
+        raise MlxcacheError(f"The server at {url} cannot serve: {message}")
+    (model, *_) = response.json()["data"]
+    return Service(url, str(model["id"]), int(model["context_length"]), key)
+
+
+def was_asked(service: Service) -> bool:
+    """Return whether `GET /v1/requests` lists any request; True if the server does not answer."""
+    try:
+        return bool(Remote(service.url, service.key).requests())
+    except MlxcacheError:
+        return True
+
+
+# -- a server that is started ------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StartedServer:
+    """Server that this command started."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+    url: str
+    cache_dir: Path
+
+    @property
+    def ended(self) -> bool:
+        return self.process.poll() is not None
+
+    def listens(self) -> bool:
+        """Return whether this server itself listens at its address; else another program may."""
+        pid, url = self.process.pid, self.url
+        noted = any((one.pid, one.url) == (pid, url) for one in servers(self.cache_dir))
+        return noted or _listens(pid, urlsplit(url).port)  # the folder may not be writable
+
+    def lost_its_port(self) -> bool:
+        """Return whether the server ended because another program holds the port."""
+        return self.ended and any(IN_USE in line for line in self.tail())
+
+    def tail(self, lines: int = _TAIL_LINES) -> list[str]:
+        """Return the last non-empty lines of the log, at most `lines`."""
+        with self.log.open("rb") as file:
+            file.seek(max(0, self.log.stat().st_size - _TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+        return [line for line in text.splitlines() if line.strip()][-lines:]
+
+    def failure(self) -> MlxcacheError:
+        """Wait until the server has ended, and return an error that has the end of its log."""
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(STOP_S)
+        self.stop()
+        last = "\n".join(self.tail())
+        return MlxcacheError(f"The server ended. The end of its log, {self.log}:\n{last}")
+
+    def stop(self) -> None:
+        """Terminate the process and wait for it to end; kill it if it still runs after `STOP_S`."""
+        self.process.terminate()
+        try:
+            self.process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+def _listens(pid: int, port: int | None) -> bool:
+    try:
+        found = psutil.Process(pid).net_connections("tcp")
+    except (psutil.Error, OSError):  # it ended, or the system does not allow the query
+        return False
+    return any(one.status == psutil.CONN_LISTEN and one.laddr[1] == port for one in found)
+
+
+def find_free_port(host: str) -> int:
+    """Return a port on which no program is listening at `host`, an address of this machine."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def start_server(
+    settings: Settings, flags: Sequence[str], environ: Mapping[str, str]
+) -> StartedServer:
+    """Start `mlxcache serve` with `flags` in a process session of its own, out of reach of Ctrl-C.
+
+    `settings` are those which result from `flags` and `environ`. Does not wait until the server
+    listens. Raises MlxcacheError if its log cannot be written or its process cannot be started.
+    """
+    command = [sys.executable, "-m", "mlxcache.cli.main", "serve", *flags]
+    try:
+        log, file = open_log(settings.cache_dir / "log", settings.port)
+        with file:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={**environ, "PYTHONUNBUFFERED": "1"},
+            )
+    except OSError as error:
+        raise MlxcacheError(f"The server cannot be started: {error}.") from error
+    url = base_url(settings.host, settings.port)
+    return StartedServer(process, log, url, settings.cache_dir)
+
+
+def open_log(folder: Path, port: int) -> tuple[Path, BinaryIO]:
+    """Open an empty log file in `folder` for a server on `port`, which inherits the file's lock.
+
+    If another server is still writing to a log for this port, a file with another name is opened.
+    Raises OSError.
+    """
+    make_folder(folder)
+    path = folder / f"serve-{port}.log"
+    file = _open_locked(path)
+    if file is None:
+        path = folder / f"serve-{port}-{os.getpid()}.log"
+        file = create(path)
+    return path, file
+
+
+def _open_locked(path: Path) -> BinaryIO | None:
+    file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "wb")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        return None
+    file.truncate(0)
+    os.fchmod(file.fileno(), 0o600)  # an older file may have another mode
+    return file
+
+
+# -- waiting until it serves -------------------------------------------------------------------
+
+
+class OtherServerStarted(MlxcacheError):
+    """Error raised if another mlxcache server took the address of the one to start."""
+
+    def __init__(self, url: str):
+        super().__init__(f"Another server started first at {url}.")
+
+
+def wait_until_ready(
+    url: str, key: str | None, started: StartedServer | None, signals: Sequence[int] = ()
+) -> Service:
+    """Wait until the server at `url` is ready, and show its loading progress meanwhile.
+
+    With `started`, only that process is queried and sent the key, and it is stopped if this
+    function raises. Signals may be added to `signals` meanwhile: SIGINT raises KeyboardInterrupt,
+    another one SystemExit. Raises MlxcacheError if the server cannot serve, and OtherServerStarted.
+    """
+    served = None
+    try:
+        with loading_bar(console(stderr=True)) as progress:
+            while served is None:
+                for number in signals:
+                    raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+                served = query_server(url, key) if started is None else _query_started(key, started)
+                if served is None:
+                    progress(*_loading(started))
+                    time.sleep(_LOADING_POLL_S)
+    finally:
+        if served is None and started is not None:
+            if signals:
+                console(stderr=True).print("Stopping the server that was started.")
+            started.stop()
+    return served
+
+
+def _query_started(key: str | None, started: StartedServer) -> Service | None:
+    if started.ended:
+        if started.lost_its_port() and server_answers(started.url):
+            raise OtherServerStarted(started.url)
+        raise started.failure()
+    if not started.listens():
+        return None
+    try:
+        return query_server(started.url, key)
+    except NoServer:
+        return None
+    except MlxcacheError:  # it could not load its model, and ends: the log has the reason
+        raise started.failure() from None
+
+
+def _loading(started: StartedServer | None) -> tuple[str, float | None]:
+    """Return the step of loading, and the fraction done if known, by the last line of the log."""
+    last = started.tail(1) if started is not None else []
+    found = _LOADING_LINE.fullmatch(last[0]) if last else None
+    if found is None:
+        return "the server is loading", None
+    percent = found["percent"]
+    return f"server: {found['what']}", None if percent is None else int(percent) / 100
+
+
+# -- the client's program ----------------------------------------------------------------------
+
+_VERSION_TIMEOUT_S = 30.0
+_VERSION_LINES = 4
+
+
+def find_program(client: Client) -> Path:
+    """Return the path of the client's program. Raises MlxcacheError if it is not installed."""
+    found = shutil.which(client.name)
+    if found is None:
+        raise MlxcacheError(
+            f"{client.title} is not installed: there is no `{client.name}` on the PATH. "
+            f"Install it with\n{client.install}"
+        )
+    return Path(found)
+
+
+def check_program(client: Client, invocation: Invocation) -> None:
+    """Run the client's program, if it is installed, with `--version` to check it. Blocks.
+
+    Raises MlxcacheError if it fails or is older than `client.oldest`.
+    """
+    if not (invocation.installed and client.prints_version):
+        return
+    printed = _version_output(client, invocation)
+    found = re.search(r"\d+\.\d+\.\d+", printed)
+    if client.oldest is None:
+        return
+    if found is None:
+        raise MlxcacheError(f"{invocation.program} --version printed no version: {printed!r}.")
+    if Version(found[0]) < client.oldest:
+        with_node = f" with Node.js {client.node} or later" if client.node else ""
+        raise MlxcacheError(
+            f"{client.title} {found[0]} is too old: version {client.oldest} or later is needed. "
+            f"Install it{with_node}:\n{client.install}"
+        )
+
+
+def _version_output(client: Client, invocation: Invocation) -> str:
+    try:
+        done = subprocess.run(
+            [str(invocation.program), "--version"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_VERSION_TIMEOUT_S,
+            env=without_script_settings(invocation.environ),
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise MlxcacheError(f"{invocation.program} --version failed: {error}.") from error
+    if done.returncode:
+        said = (done.stderr.strip() or done.stdout.strip()).splitlines()[-_VERSION_LINES:]
+        raise MlxcacheError(
+            f"{client.title} does not work: `{invocation.program} --version` ended with status "
+            f"{done.returncode}. Install it again with\n{client.install}\n" + "\n".join(said)
+        )
+    return done.stdout.strip()
+
+
+_FORWARDED = (signal.SIGTERM, signal.SIGHUP)
+
+
+@contextmanager
+def deferred_signals() -> Iterator[list[int]]:
+    """Collect SIGTERM, SIGHUP and SIGINT in the yielded list instead of ending this command.
+
+    The command can then stop a server that it is starting. Ignored signals stay ignored.
+    """
+    received: list[int] = []
+
+    def collect(number: int, _: FrameType | None) -> None:
+        received.append(number)
+
+    before = {
+        number: signal.signal(number, collect)
+        for number in (*_FORWARDED, signal.SIGINT)
+        if signal.getsignal(number) != signal.SIG_IGN
+    }
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def run_client(
+    invocation: Invocation, setup: Setup, service: Service, early: Sequence[int] = ()
+) -> int:
+    """Run a client in this terminal until it ends, and return its exit status.
+
+    As in a shell, the status is 128 plus the signal's number if a signal ended the client. The
+    signals in `early` are sent to the client as soon as it runs. Raises MlxcacheError if the client
+    cannot be started.
+    """
+    environment = setup.environment(service, invocation.environ)
+    environment["PWD"] = _working_folder(environment.get("PWD"), invocation.cwd)
+    arguments = (*setup.arguments, *invocation.arguments)
+    words = [str(invocation.program)]
+    if setup.settings_flag is None and setup.settings_variable is None:
+        return run_process([*words, *arguments], environment, early)
+    with _settings_file(setup.settings) as (path, lock):
+        if setup.settings_variable is not None:
+            environment[setup.settings_variable] = str(path)
+        if setup.settings_flag is not None:
+            words += [setup.settings_flag, str(path)]
+        return run_process([*words, *arguments], environment, early, (lock,))
+
+
+def _working_folder(named: str | None, folder: Path) -> str:
+    """Return PWD for a client that runs in `folder`: `named`, the present value, if it is its path.
+
+    OpenCode works on the folder that PWD names, and a program that starts this command in another
+    folder than its own may have left PWD unchanged.
+    """
+    with suppress(OSError):
+        if named and Path(named).samefile(folder):
+            return named
+    return str(folder)
+
+
+def run_process(
+    words: Sequence[str],
+    environment: Mapping[str, str],
+    early: Sequence[int] = (),
+    descriptors: Sequence[int] = (),
+) -> int:
+    """Run the program `words`, which inherits `descriptors`, and return its exit status."""
+    running: list[subprocess.Popen[bytes]] = []
+    missed: list[int] = []
+
+    def forward(number: int, _: FrameType | None) -> None:
+        if not running:
+            missed.append(number)
+        for process in running:
+            process.send_signal(number)
+
+    def ignore(_: int, __: FrameType | None) -> None:
+        """Ignore Ctrl-C, which the terminal also sends to the client."""
+
+    before = {number: signal.signal(number, forward) for number in _FORWARDED}
+    before[signal.SIGINT] = signal.signal(signal.SIGINT, ignore)
+    try:
+        running.append(subprocess.Popen(words, env=environment, pass_fds=descriptors))
+        for number in (*early, *missed):  # received before the process existed
+            running[0].send_signal(number)
+        status = running[0].wait()
+    except OSError as error:
+        raise MlxcacheError(f"{words[0]} cannot be run: {error.strerror}.") from error
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return 128 - status if status < 0 else status
+
+
+# -- its settings file -------------------------------------------------------------------------
+
+_PREFIX, _NAME, _LOCK = "mlxcache-launch-", "settings.json", "lock"
+
+
+@contextmanager
+def _settings_file(settings: Mapping[str, Any]) -> Iterator[tuple[Path, int]]:
+    """Write `settings`, which may hold a key, to a temporary file and remove it at the end.
+
+    Yields the file's path and a locked descriptor for the client to inherit. The lock shows that
+    the file is in use for as long as this command or the client runs.
+    """
+    with tempfile.TemporaryDirectory(prefix=_PREFIX) as folder:
+        path = Path(folder) / _NAME
+        # a file of its own: Cline puts another file in the place of its settings
+        with create(Path(folder) / _LOCK) as lock:
+            # before the content: `remove_abandoned_settings` keeps empty locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            lock.write(b"held while the client runs\n")
+            lock.flush()
+            with create(path) as file:
+                file.write(json.dumps(settings).encode())
+            yield path, lock.fileno()
+
+
+def remove_abandoned_settings() -> list[Path]:
+    """Remove settings files left by killed `launch` commands whose clients have ended too.
+
+    Returns the files that could not be removed.
+    """
+    failed = []
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        try:
+            if _is_abandoned(folder):
+                with suppress(FileNotFoundError):  # another command removes it, too
+                    shutil.rmtree(folder)  # with files that the client put there: they hold the key
+        except OSError:
+            failed.append(folder / _NAME)
+    return failed
+
+
+def _is_abandoned(folder: Path) -> bool:
+    """Return whether `folder`, made by `_settings_file`, is this user's and is not locked.
+
+    An empty lock does not count as abandoned: its owner may be about to lock it.
+    """
+    try:
+        found = folder.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+            return False
+        held = folder / _LOCK
+        held = held if held.exists() else folder / _NAME
+        fd = os.open(held, os.O_RDONLY | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.fstat(fd).st_size > 0
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(fd)
+
+
+# -- progress of long prompts, at the terminal of a client that prints nothing meanwhile -------
+
+POLL_S = 0.3
+_RECENT = 20
+_ERASE = "\x1b[1A\r\x1b[2K"
+"""Escape sequences that move the cursor up one line and erase it."""
+
+
+class LineAbove:
+    """Line that is rewritten in place while the cursor stays at the start of the next line.
+
+    Output of another program then begins on a line of its own. It is not overwritten, unless `show`
+    or `remove` is called after that.
+    """
+
+    def __init__(self, out: TextIO):
+        self._out = out
+        self._text = ""
+
+    def show(self, text: str) -> None:
+        """Write `text` in place of the previous text."""
+        if text != self._text:
+            self._out.write(f"{_ERASE if self._text else ''}{text}\n")
+            self._out.flush()
+            self._text = text
+
+    def remove(self) -> None:
+        if self._text:
+            self._out.write(_ERASE)
+            self._out.flush()
+        self._text = ""
+
+    def leave(self) -> None:
+        """Keep the line on the terminal; the next `show` writes a new one."""
+        self._text = ""
+
+
+@contextmanager
+def watching(service: Service, *, quiet: bool) -> Iterator[None]:
+    """Show the progress of a `quiet` client's long prompts on standard error, if a terminal."""
+    if not (quiet and sys.stderr.isatty()):
+        yield
+        return
+    ended = threading.Event()
+    thread = threading.Thread(target=_watch, args=(service, sys.stderr, ended), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join(POLL_S)
+
+
+def _watch(service: Service, out: TextIO, ended: threading.Event) -> None:
+    """Show progress on `out` until `ended` is set or the server does not answer. Blocks."""
+    line, long = LineAbove(out), LongReadings()
+    remote = Remote(service.url, service.key)
+    with suppress(MlxcacheError):
+        while not ended.wait(POLL_S):
+            running = [one for one in remote.requests(_RECENT) if one["progress"]]
+            # of several requests, one may be printed while another is read
+            phase = running[0]["progress"]["phase"] if len(running) == 1 else None
+            rows = [one for one in running if one["progress"]["phase"] == "prefill"]
+            shown = long.update(_reading(one) for one in rows if one["progress"]["done_tokens"])
+            if ended.is_set():
+                return
+            if phase == "prefill" and shown:
+                line.show(describe(shown))
+            elif phase == "decode":
+                line.remove()  # before the client has anything to print
+            elif phase is None:
+                line.leave()
+
+
+def _reading(row: dict[str, Any]) -> Reading:
+    progress = row["progress"]
+    done, total = progress["done_tokens"], progress["total_tokens"]
+    return Reading(row["id"], row["session"], done, total, progress.get("left_s"))
