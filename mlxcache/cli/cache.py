@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from functools import partial
@@ -14,14 +15,14 @@ import typer
 from rich.text import Text
 
 from mlxcache.cli import show
-from mlxcache.cli.options import TARGET, Where, find_server, located, positive_size
+from mlxcache.cli.options import TARGET, Where, find_server, located, positive_size, read_input
 from mlxcache.cli.output import Yes, confirm, console, reporting, require_terminal_or_yes
 from mlxcache.cli.progress import count_bar
 from mlxcache.cli.show import Result, format_count, format_duration
 from mlxcache.config import Settings, format_size, load_settings
 from mlxcache.config.remote import read_remote_key
 from mlxcache.config.values import read_duration
-from mlxcache.errors import ConfigError, MlxcacheError
+from mlxcache.errors import ConfigError
 
 app = typer.Typer(
     name="cache",
@@ -145,20 +146,16 @@ def clear(
     """
     require_terminal_or_yes(yes=yes)
     if not yes:
-        confirm(_describe_clearing(where, pinned=pinned), yes=False)
+        sessions = where.sessions()
+        kept = 0 if pinned else sum(one["pinned"] for one in sessions)
+        what = show.format_count(len(sessions) - kept, "session")
+        used = format_size(where.stats()["disk"]["used_bytes"])
+        stay = f" {show.format_count(kept, 'pinned session')} will stay on disk." if kept else ""
+        question = f"Remove {what} and all cached tokens {where}, {used} on disk?{stay}"
+        confirm(question, yes=False)
     found = where.clear(pinned=pinned)
-    count, freed = found["sessions"], format_size(found["freed_bytes"])
-    sessions = show.format_count(count, "session")
-    return Result(found, f"Removed {sessions}, freed {freed} on disk")
-
-
-def _describe_clearing(where: Where, *, pinned: bool) -> str:
-    sessions = where.sessions()
-    kept = 0 if pinned else sum(one["pinned"] for one in sessions)
-    what = show.format_count(len(sessions) - kept, "session")
-    used = format_size(where.stats()["disk"]["used_bytes"])
-    stay = f" {show.format_count(kept, 'pinned session')} will stay on disk." if kept else ""
-    return f"Remove {what} and all cached tokens {where}, {used} on disk?{stay}"
+    count, freed = show.format_count(found["sessions"], "session"), found["freed_bytes"]
+    return Result(found, f"Removed {count}, freed {format_size(freed)} on disk")
 
 
 # -- a shared remote ------------------------------------------------------------------------------
@@ -242,8 +239,6 @@ _GROUPS = (
     (_RULES, ("canonicalised",)),
 )
 """Headings with the keys of `GET /v1/cache` shown below each; the longest that matches is used."""
-
-_OTHER: tuple[str, tuple[str, ...]] = ("Other", ())
 
 _LEGEND = {
     "ram.used_bytes": ("used", "prefixes that are kept, of --ram"),
@@ -355,16 +350,12 @@ def print_figures(figures: Mapping[str, Any]) -> None:
 
 
 def _group_lines(figures: Mapping[str, Any]) -> Iterator[tuple[str, list[Line]]]:
-    flat = dict(_flatten(figures))
-    places: dict[str, list[tuple[int, str]]] = {heading: [] for heading, _ in (*_GROUPS, _OTHER)}
+    flat, under = dict(_flatten(figures)), defaultdict[str, list[str]](list)
     for path in flat:
-        heading, place = _find_place(path)
-        places[heading].append((place, path))
-    for heading, found in places.items():
-        # the sort keeps the order of the figures under one key
-        paths = [path for _, path in sorted(found, key=lambda one: one[0])]
-        lines = [line for path in paths for line in _line(path, flat)]
-        if found and heading == _RULES:
+        under[_key_of(path)].append(path)
+    for heading, keys in (*_GROUPS, ("Other", ("",))):
+        lines = [line for key in keys for path in under[key] for line in _line(path, flat)]
+        if lines and heading == _RULES:
             lines = [one for one in lines if one.value != "0"] or [Line("none", "")]
         if lines:
             yield heading, lines
@@ -379,15 +370,10 @@ def _flatten(figures: Mapping[str, Any], above: str = "") -> Iterator[tuple[str,
             yield above + key, value
 
 
-def _find_place(path: str) -> tuple[str, int]:
-    found = [
-        (len(key), heading, number)
-        for heading, keys in _GROUPS
-        for number, key in enumerate(keys)
-        if path == key or path.startswith(f"{key}.")
-    ]
-    _, heading, number = max(found, default=(0, _OTHER[0], 0))
-    return heading, number
+def _key_of(path: str) -> str:
+    """Return the longest key of `_GROUPS` that is the beginning of `path`, or "" for none."""
+    keys = (key for _, keys in _GROUPS for key in keys)
+    return max((key for key in keys if f"{path}.".startswith(f"{key}.")), key=len, default="")
 
 
 def _line(path: str, flat: Mapping[str, Any]) -> Iterator[Line]:
@@ -406,7 +392,7 @@ def _line(path: str, flat: Mapping[str, Any]) -> Iterator[Line]:
     text = _format_value(path, flat[path])
     if key == "used_bytes" and flat.get(f"{above}.limit_bytes"):
         text += f" of {_format_value(path, flat[f'{above}.limit_bytes'])}"
-    short = path if _find_place(path) == (_OTHER[0], 0) else key
+    short = key if _key_of(path) else path
     plain = short.removesuffix("_bytes").replace("_", " ").replace(".", " ")
     label, meaning = _LEGEND.get(path, (plain, ""))
     yield Line(label, text, meaning)
@@ -455,14 +441,3 @@ def warm(
         f"computed in {format_duration(found['seconds'])}"
     )
     return Result(found, text)
-
-
-def read_input(file: Path) -> bytes:
-    """Read the whole of `file`, or of standard input if it is `-`. Blocks.
-
-    Raises MlxcacheError if it cannot be read.
-    """
-    try:
-        return typer.get_binary_stream("stdin").read() if str(file) == "-" else file.read_bytes()
-    except OSError as error:
-        raise MlxcacheError(f"{file} cannot be read: {error.strerror}.") from error

@@ -19,8 +19,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from mlxcache.cli.cache import read_input
-from mlxcache.cli.options import ApiKey, Json, Url, find_server
+from mlxcache.cli.options import ApiKey, Json, Url, find_server, read_input
 from mlxcache.cli.output import reporting
 from mlxcache.cli.progress import count_bar
 from mlxcache.cli.show import Result, format_count
@@ -31,7 +30,6 @@ from mlxcache.utf8 import NotUtf8, decode_utf8
 
 if TYPE_CHECKING:
     from mlxcache.cli.remote import Remote
-    from mlxcache.explain.compare import Explanation
     from mlxcache.prompt.builder import PromptBuilder
     from mlxcache.prompt.chat_prompt import ChatPrompt
 
@@ -124,6 +122,14 @@ def explain_pair(one: dict[str, Any], other: dict[str, Any], settings: Settings)
     prompts = _prompt(builder, one), _prompt(builder, other)
     explained = compare_prompts(builder, *prompts)
     old, new = (len(prompt.ids) for prompt in prompts)
+    lost: dict[str, Any] | None = None
+    if explained.first is not None:
+        lost = _members(explained.first, "reason", "cause", "where", "before", "after")
+    elif not explained.related:
+        lost = {"reason": "first_seen", "cause": "new_conversation"}
+        lost |= dict.fromkeys(("where", "before", "after"), "")
+    if lost is not None:
+        lost |= _members(explained, "lost_tokens", "advice")
     return {
         "object": "explanation",
         **_model_object(settings),
@@ -131,7 +137,7 @@ def explain_pair(one: dict[str, Any], other: dict[str, Any], settings: Settings)
         "images": {"first": count_images(one), "second": count_images(other)},
         "shared_tokens": explained.at_token,
         "new_tokens": new - explained.at_token - explained.lost_tokens,
-        "lost": _lost_object(explained),
+        "lost": None if lost is None else {"at_token": explained.at_token, **lost},
         "later": [
             _members(one, "where", "reason", "cause", "before", "after") for one in explained.later
         ],
@@ -140,23 +146,6 @@ def explain_pair(one: dict[str, Any], other: dict[str, Any], settings: Settings)
             for rule, one in explained.removed
         ],
         "without_effect": differences_without_effect(one, other),
-    }
-
-
-def _lost_object(explained: Explanation) -> dict[str, Any] | None:
-    first = explained.first
-    if first is not None:
-        found = _members(first, "reason", "cause", "where", "before", "after")
-    elif not explained.related:
-        found = dict.fromkeys(("where", "before", "after"), "")
-        found |= {"reason": "first_seen", "cause": "new_conversation"}
-    else:
-        return None
-    return {
-        "at_token": explained.at_token,
-        **found,
-        "lost_tokens": explained.lost_tokens,
-        "advice": explained.advice,
     }
 
 
@@ -356,8 +345,7 @@ def print_pair(found: Mapping[str, Any]) -> None:
         _row(out, "removed", rule)
     if found["without_effect"]:
         _row(out, "no effect", Text(", ".join(found["without_effect"])))
-    _print_estimated(out, found)
-    _print_images(out, found, found["images"]["second"])
+    _print_notes(out, found, found["images"]["second"])
 
 
 def _print_lost(out: Console, lost: Mapping[str, Any], total: int) -> None:
@@ -395,8 +383,7 @@ def print_audit(found: Mapping[str, Any]) -> None:
     for one in removed:
         text = Text.assemble(f"{one['where']}, line {one['line']}, by rule ", (one["rule"], "bold"))
         _row(out, "removed", text)
-    _print_estimated(out, found)
-    _print_images(out, found, found["images"])
+    _print_notes(out, found, found["images"])
 
 
 def _print_findings(out: Console, data: Sequence[Mapping[str, Any]], total: int) -> None:
@@ -446,22 +433,22 @@ def _escaped(text: str) -> str:
     return "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in shown)
 
 
-def _print_estimated(out: Console, found: Mapping[str, Any]) -> None:
+def _print_notes(out: Console, found: Mapping[str, Any], images: int) -> None:
+    """Say how exact the counts of tokens are, by the model and the number of `images`."""
+    notes = []
     if found["estimated"]:
-        text = (
+        notes.append(
             "Token counts are those of the built-in demo's tokenizer, estimates for any other "
             "model: set --model."
         )
-        out.print(Text(text, "dim"))
-
-
-def _print_images(out: Console, found: Mapping[str, Any], count: int) -> None:
     if found["backend"] == "mlx-vlm":
-        out.print(Text("The model is run by mlx-vlm.", "dim"))
-    if not count:
-        return
-    counted = format_count(count, "image")
-    text = f"{counted}: each counts as a line of text here; the model is fed more tokens for it."
-    out.print(Text(text, "dim"))
-    if found["takes_images"] is False and not found["estimated"]:
+        notes.append("The model is run by mlx-vlm.")
+    if images:
+        counted = format_count(images, "image")
+        notes.append(
+            f"{counted}: each counts as a line of text here; the model is fed more tokens for it."
+        )
+    for note in notes:
+        out.print(Text(note, "dim"))
+    if images and found["takes_images"] is False and not found["estimated"]:
         out.print(Text("This model takes no images: the server refuses the request.", "yellow"))

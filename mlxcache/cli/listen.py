@@ -137,10 +137,15 @@ def find_holder(port: int) -> str | None:
     Processes are examined one by one, because on macOS only root may list all connections at once.
     """
     for process in psutil.process_iter():
-        try:
-            found = process.net_connections("tcp")
-            if any(one.status == psutil.CONN_LISTEN and one.laddr[1] == port for one in found):
+        with suppress(psutil.Error):  # it ended
+            if listens(process, port):
                 return f"{process.name()} (process {process.pid})"
-        except (psutil.Error, OSError):  # it ended, or is another user's
-            continue
     return None
+
+
+def listens(process: psutil.Process, port: int | None) -> bool:
+    """Return whether a process of this user is listening on `port`."""
+    with suppress(psutil.Error, OSError):  # it ended, or the system does not allow the query
+        found = process.net_connections("tcp")
+        return any(one.status == psutil.CONN_LISTEN and one.laddr[1] == port for one in found)
+    return False

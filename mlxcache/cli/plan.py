@@ -168,13 +168,12 @@ def plan(
             played = given or synthetic_trace(users or 1, longest)
             if requests is not None:
                 played = played.first(requests)
-            server = _server(url, api_key)
-            memory = _memory(settings, flags, examined, server, remote=remote_speed is not None)
-            speed = (
-                Speed()
-                if server is None
-                else speed_of(server["requests"], examined.layout.bytes_per_token)
-            )
+            server = None if url is None else find_server(url, api_key)
+            figures = None if server is None else server.stats()
+            memory = _memory(settings, flags, examined, figures, remote=remote_speed is not None)
+            speed = Speed()
+            if server is not None:
+                speed = speed_of(server.requests(1000), examined.layout.bytes_per_token)
             speed = speed.with_given(
                 prefill=prefill_speed,
                 decode=decode_speed,
@@ -193,18 +192,14 @@ def plan(
         if plot is not None:
             from mlxcache.plan.plan import draw  # noqa: PLC0415
 
-            _write(plot, draw(found))
+            try:
+                plot.write_text(draw(found), encoding="utf-8")
+            except OSError as error:
+                raise ConfigError(f"--plot {plot} cannot be written: {error.strerror}") from error
     if as_json:
         print_json(found.as_object())
     else:
         show(found)
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--plot {path} cannot be written: {error.strerror}") from error
 
 
 def _examine(settings: Settings, context: int | None) -> Examined:
@@ -227,20 +222,11 @@ def _examine(settings: Settings, context: int | None) -> Examined:
     return found
 
 
-def _server(url: str | None, api_key: str | None) -> Mapping[str, Any] | None:
-    if url is None:
-        return None
-    from mlxcache.cli.options import find_server  # noqa: PLC0415 - httpx takes a while
-
-    remote = find_server(url, api_key)
-    return {"figures": remote.stats(), "requests": remote.requests(1000)}
-
-
 def _memory(
     settings: Settings,
     flags: Flags,
     examined: Examined,
-    server: Mapping[str, Any] | None,
+    figures: Mapping[str, Any] | None,
     *,
     remote: bool,
 ) -> Memory:
@@ -257,9 +243,9 @@ def _memory(
     )
     disk = disk_limit(settings.disk, settings.cache_dir / "store")
     found = Memory(ram, disk, remote=remote)
-    if server is None:
+    if figures is None:
         return found
-    held, stored = server["figures"]["ram"], server["figures"]["disk"]
+    held, stored = figures["ram"], figures["disk"]
     if "disk" not in flags:
         found = replace(found, disk=stored.get("limit_bytes") or 0)
     if "ram" not in flags:

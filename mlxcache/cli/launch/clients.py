@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -212,7 +213,10 @@ def configure_claude(service: Service, invocation: Invocation) -> Setup:
     if service.small is not None:
         variables[_CLAUDE_SMALL] = service.small
     own = list(_claude_settings(invocation))
-    set_there = {name for settings in own for name in _claude_env(settings)}
+    set_there: set[str] = set()
+    for settings in own:
+        with suppress(ValueError):
+            set_there |= set(claude_env(settings))
     env = Setup(variables=variables).values(service) | dict.fromkeys(_OTHER_PROVIDERS, "")
     overridden = {name: value for name, value in env.items() if name in set_there}
     needs_file = bool(overridden) and not has_flag(invocation.arguments, _SETTINGS_FLAG)
@@ -239,21 +243,12 @@ def configure_anyclaude(service: Service, _: Invocation) -> Setup:
 def _claude_settings(invocation: Invocation) -> Iterator[Mapping[str, Any]]:
     """Yield the content of the user's settings file of Claude Code, then of the project's two.
 
-    A missing file yields {}. So does a broken one, which Claude Code itself reports.
+    A missing file yields {}, and a broken one, which Claude Code itself reports, nothing.
     """
     folders = (claude_folder(invocation.environ, invocation.home), invocation.cwd / ".claude")
     for path in (*(one / "settings.json" for one in folders), folders[1] / "settings.local.json"):
-        try:
+        with suppress(ValueError):
             yield read_object(path)
-        except ValueError:
-            yield {}
-
-
-def _claude_env(settings: Mapping[str, Any]) -> Mapping[str, str]:
-    try:
-        return claude_env(settings)
-    except ValueError:
-        return {}
 
 
 # -- OpenCode ----------------------------------------------------------------------------------

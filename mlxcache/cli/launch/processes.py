@@ -29,7 +29,7 @@ from packaging.version import Version
 
 from mlxcache.cli.connect import base_url
 from mlxcache.cli.launch.clients import Client, Invocation, Service, Setup, without_script_settings
-from mlxcache.cli.listen import IN_USE
+from mlxcache.cli.listen import IN_USE, listens
 from mlxcache.cli.log import LongReadings, Reading, describe
 from mlxcache.cli.output import console
 from mlxcache.cli.progress import loading_bar
@@ -115,11 +115,11 @@ class StartedServer:
         """Return whether this server itself listens at its address; else another program may."""
         pid, url = self.process.pid, self.url
         noted = any((one.pid, one.url) == (pid, url) for one in servers(self.cache_dir))
-        return noted or _listens(pid, urlsplit(url).port)  # the folder may not be writable
-
-    def lost_its_port(self) -> bool:
-        """Return whether the server ended because another program holds the port."""
-        return self.ended and any(IN_USE in line for line in self.tail())
+        if noted:
+            return True
+        with suppress(psutil.NoSuchProcess):  # the folder may not be writable
+            return listens(psutil.Process(pid), urlsplit(url).port)
+        return False
 
     def tail(self, lines: int = _TAIL_LINES) -> list[str]:
         """Return the last non-empty lines of the log, at most `lines`."""
@@ -144,14 +144,6 @@ class StartedServer:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-
-
-def _listens(pid: int, port: int | None) -> bool:
-    try:
-        found = psutil.Process(pid).net_connections("tcp")
-    except (psutil.Error, OSError):  # it ended, or the system does not allow the query
-        return False
-    return any(one.status == psutil.CONN_LISTEN and one.laddr[1] == port for one in found)
 
 
 def find_free_port(host: str) -> int:
@@ -195,23 +187,16 @@ def open_log(folder: Path, port: int) -> tuple[Path, BinaryIO]:
     """
     make_folder(folder)
     path = folder / f"serve-{port}.log"
-    file = _open_locked(path)
-    if file is None:
-        path = folder / f"serve-{port}-{os.getpid()}.log"
-        file = create(path)
-    return path, file
-
-
-def _open_locked(path: Path) -> BinaryIO | None:
     file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "wb")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.close()
-        return None
+        path = folder / f"serve-{port}-{os.getpid()}.log"
+        return path, create(path)
     file.truncate(0)
     os.fchmod(file.fileno(), 0o600)  # an older file may have another mode
-    return file
+    return path, file
 
 
 # -- waiting until it serves -------------------------------------------------------------------
@@ -253,7 +238,7 @@ def wait_until_ready(
 
 def _query_started(key: str | None, started: StartedServer) -> Service | None:
     if started.ended:
-        if started.lost_its_port() and server_answers(started.url):
+        if any(IN_USE in line for line in started.tail()) and server_answers(started.url):
             raise OtherServerStarted(started.url)
         raise started.failure()
     if not started.listens():
