@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mlxcache.cli.options import ApiKey, Json, Url, find_server, read_input
-from mlxcache.cli.output import reporting
+from mlxcache.cli.output import narrow_console, reporting
 from mlxcache.cli.progress import count_bar
 from mlxcache.cli.show import Result, format_count
 from mlxcache.common_prefix import common_characters
@@ -48,7 +48,6 @@ _OTHER_BODIES = (
     ("prompt", "like a text completion request"),
 )
 
-_WIDTH = 80
 _EXCERPT = 64
 _MAX_FINDINGS = 20
 
@@ -325,7 +324,7 @@ def _shortened(text: str) -> str:
 
 
 def print_pair(found: Mapping[str, Any]) -> None:
-    out, lost = _console(), found["lost"]
+    out, lost = narrow_console(), found["lost"]
     total = found["prompt_tokens"]["second"]
     if lost is None or lost["reason"] == "first_seen":
         shared = min(found["shared_tokens"], total)
@@ -372,7 +371,7 @@ def _print_lost(out: Console, lost: Mapping[str, Any], total: int) -> None:
 
 
 def print_audit(found: Mapping[str, Any]) -> None:
-    out, total = _console(), found["prompt_tokens"]
+    out, total = narrow_console(), found["prompt_tokens"]
     data = [one for one in found["data"] if one["rule"] is None]
     removed = [one for one in found["data"] if one["rule"] is not None]
     if not data:
@@ -404,12 +403,6 @@ def _print_findings(out: Console, data: Sequence[Mapping[str, Any]], total: int)
     for cause in dict.fromkeys(one["cause"] for one in data[:_MAX_FINDINGS]):
         advice = next(one["advice"] for one in data if one["cause"] == cause)
         _row(out, "to do", Text.assemble((f"{cause}: ", "bold"), advice))
-
-
-def _console() -> Console:
-    plain = Console(highlight=False, markup=False)
-    width = min(_WIDTH, plain.width) if plain.is_terminal else _WIDTH
-    return Console(highlight=False, markup=False, width=width)
 
 
 def _row(out: Console, name: str, text: Text) -> None:

@@ -18,9 +18,9 @@ from mlxcache.cli.options import (
     Json,
     Where,
     find_server,
+    find_target,
     list_by_default,
     located,
-    named_url,
 )
 from mlxcache.cli.output import Yes, confirm, console, reporting, require_terminal_or_yes, visible
 from mlxcache.cli.own_command import own_command
@@ -73,33 +73,70 @@ Name = Annotated[
 # -- list --------------------------------------------------------------------------------------
 
 
-def _find_models(url: str | None, api_key: str | None, cache_dir: Path | None) -> Any:
-    """Return the running server or, if there is none, the models on this machine."""
-    from mlxcache.cli.remote import NoServer  # noqa: PLC0415 - httpx takes a while
+class LocalModels:
+    """The models of the settings, and others that were downloaded into the Hub's cache."""
 
-    try:
-        return find_server(url, api_key, cache_dir)
-    except NoServer:
-        if named_url(url, cache_dir):
-            raise
-    return LocalModels(load_settings({"cache_dir": cache_dir}, os.environ))
+    def __init__(self, settings: Settings):
+        self._settings = settings
+
+    def models(self) -> list[dict[str, Any]]:
+        """Return an object for each model; `problem` says why it cannot be served, or is None."""
+        from mlxcache.model import hub  # noqa: PLC0415 - mlx-lm takes seconds to import
+
+        downloaded = {one.id: one for one in hub.list_downloaded()}
+        found = []
+        for number, entry in enumerate(self._settings.entries):
+            if entry.model is None:
+                continue
+            path, problem = hub.inspect_folder(entry.model)
+            one = _model_object(entry.label, entry.id, downloaded.get(model_id(entry.model))) | {
+                "configured": True,
+                "default": not number,
+                "aliases": list(entry.aliases),
+                "context_length": entry.context or self._settings.context,
+                "path": None if path is None else str(path),
+                "problem": problem,
+            }
+            if path is not None:
+                one["disk_bytes"] = one["disk_bytes"] or hub.folder_bytes(path)
+            found.append(one)
+        named = {one["model"] for one in found}
+        return found + [
+            _model_object(one.id, one.id, one) | {"path": str(one.path)}
+            for one in downloaded.values()
+            if one.id not in named
+        ]
+
+
+def _model_object(name: str, model: str, downloaded: Downloaded | None) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "model": model,
+        "configured": False,
+        "default": False,
+        "aliases": [],
+        "context_length": None,
+        "path": None,
+        "disk_bytes": downloaded.nbytes if downloaded else None,
+        "last_used_at": downloaded.last_used_at if downloaded else None,
+        "problem": None,
+    }
 
 
 @app.command("list")
-@partial(located, find=_find_models)
+@partial(located, find=partial(find_target, without=LocalModels))
 def list_models(where: Where) -> Result:
     """List the models of a running server.
 
     Without a server: those of the settings, and those that were downloaded from the Hub.
     """
-    from mlxcache.cli.remote import Remote  # noqa: PLC0415 - httpx takes a while
-
     found = where.models()
     listed = {"object": "list", "data": found}
     if not found:
         text = f"No model was downloaded yet: `{own_command()} models pull HUB_ID` does that."
         return Result(listed, text)
-    columns, cut = (_SERVED, 5) if isinstance(where, Remote) else (_LOCAL, 2)
+    columns, cut = (_LOCAL, 2) if isinstance(where, LocalModels) else (_SERVED, 5)
     return Result(listed, partial(_print_models, found, columns, cut))
 
 
@@ -304,57 +341,6 @@ def rm(
 
 
 _PROGRAM = "mlxcache"
-
-
-class LocalModels:
-    """The models of the settings, and others that were downloaded into the Hub's cache."""
-
-    def __init__(self, settings: Settings):
-        self._settings = settings
-
-    def models(self) -> list[dict[str, Any]]:
-        """Return an object for each model; `problem` says why it cannot be served, or is None."""
-        from mlxcache.model import hub  # noqa: PLC0415 - mlx-lm takes seconds to import
-
-        downloaded = {one.id: one for one in hub.list_downloaded()}
-        found = []
-        for number, entry in enumerate(self._settings.entries):
-            if entry.model is None:
-                continue
-            path, problem = hub.inspect_folder(entry.model)
-            one = _model_object(entry.label, entry.id, downloaded.get(model_id(entry.model))) | {
-                "configured": True,
-                "default": not number,
-                "aliases": list(entry.aliases),
-                "context_length": entry.context or self._settings.context,
-                "path": None if path is None else str(path),
-                "problem": problem,
-            }
-            if path is not None:
-                one["disk_bytes"] = one["disk_bytes"] or hub.folder_bytes(path)
-            found.append(one)
-        named = {one["model"] for one in found}
-        return found + [
-            _model_object(one.id, one.id, one) | {"path": str(one.path)}
-            for one in downloaded.values()
-            if one.id not in named
-        ]
-
-
-def _model_object(name: str, model: str, downloaded: Downloaded | None) -> dict[str, Any]:
-    return {
-        "id": name,
-        "object": "model",
-        "model": model,
-        "configured": False,
-        "default": False,
-        "aliases": [],
-        "context_length": None,
-        "path": None,
-        "disk_bytes": downloaded.nbytes if downloaded else None,
-        "last_used_at": downloaded.last_used_at if downloaded else None,
-        "problem": None,
-    }
 
 
 def servers_of(model: str, *folders: Path) -> list[Serving]:

@@ -19,7 +19,7 @@ from mlxcache.cli.connect import base_url
 from mlxcache.cli.output import reporting
 from mlxcache.cli.own_command import own_command
 from mlxcache.cli.show import Result
-from mlxcache.config import load_settings, parse_size
+from mlxcache.config import Settings, load_settings, parse_size
 from mlxcache.config.folder import default_cache_dir
 from mlxcache.config.settings import CONFIG, SETTINGS, Setting
 from mlxcache.errors import ConfigError, MlxcacheError
@@ -135,6 +135,10 @@ def positive_size(flag: str, text: str, what: str) -> int:
 # -- the server or the cache folder ------------------------------------------------------------
 
 
+Where = Any
+"""A `Remote` or an `Offline`: they have the same methods."""
+
+
 def _where(metavar: str, help: str) -> Any:
     return typer.Option(metavar=metavar, rich_help_panel="Where", show_default=False, help=help)
 
@@ -200,12 +204,22 @@ def named_url(url: str | None, cache_dir: Path | None) -> str | None:
     return url or (os.environ.get(URL_VARIABLE) if cache_dir is None else None) or None
 
 
-def find_target(url: str | None, api_key: str | None, cache_dir: Path | None) -> Remote | Offline:
-    """Find the running server as `find_server` does, or open the cache folder if there is none.
+def open_folder(settings: Settings) -> Offline:
+    from mlxcache.cli.offline import Offline  # noqa: PLC0415
+
+    return Offline(settings.cache_dir)
+
+
+def find_target(
+    url: str | None,
+    api_key: str | None,
+    cache_dir: Path | None,
+    without: Callable[[Settings], Where] = open_folder,
+) -> Where:
+    """Find the running server as `find_server` does, else what is there `without` one.
 
     Raises NoServer if --url or MLXCACHE_URL names a server that does not answer.
     """
-    from mlxcache.cli.offline import Offline  # noqa: PLC0415
     from mlxcache.cli.remote import NoServer  # noqa: PLC0415
 
     try:
@@ -213,11 +227,7 @@ def find_target(url: str | None, api_key: str | None, cache_dir: Path | None) ->
     except NoServer:
         if named_url(url, cache_dir):
             raise
-    return Offline(load_settings({"cache_dir": cache_dir}, os.environ).cache_dir)
-
-
-Where = Any
-"""A `Remote` or an `Offline`: they have the same methods."""
+    return without(load_settings({"cache_dir": cache_dir}, os.environ))
 
 
 def located(

@@ -20,6 +20,8 @@ from mlxcache.errors import ConfigError, MlxcacheError
 UNSEEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 """Control characters, and those that change the direction of text, except newline and tab."""
 
+_WIDTH = 80
+
 Yes = Annotated[
     bool,
     typer.Option("--yes", "-y", metavar="", help="Do not ask first; needed without a terminal."),
@@ -34,6 +36,12 @@ def visible(text: str) -> str:
 def console(*, stderr: bool = False) -> Console:
     """Return a console that prints lines unchanged: without markup, highlighting or wrapping."""
     return Console(stderr=stderr, highlight=False, markup=False, soft_wrap=True)
+
+
+def narrow_console() -> Console:
+    """Return a console of at most 80 columns, for text that is wrapped."""
+    width = Console().width if Console().is_terminal else _WIDTH
+    return Console(highlight=False, markup=False, width=min(width, _WIDTH))
 
 
 @contextmanager

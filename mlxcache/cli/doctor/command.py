@@ -17,7 +17,7 @@ from mlxcache.cli.connect import base_url
 from mlxcache.cli.doctor import clients, disk, machine, network
 from mlxcache.cli.doctor.finding import Finding, worst
 from mlxcache.cli.options import CacheDir, Config, Flags, Json, with_settings
-from mlxcache.cli.output import reporting
+from mlxcache.cli.output import narrow_console, reporting
 from mlxcache.cli.progress import byte_bar, count_bar
 from mlxcache.cli.show import print_json
 from mlxcache.config import Settings, format_size, load_settings
@@ -25,7 +25,6 @@ from mlxcache.config import Settings, format_size, load_settings
 if TYPE_CHECKING:
     from mlxcache.cli.doctor.models import Checked
 
-WIDTH = 80
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 Quick = Annotated[
@@ -194,9 +193,7 @@ class Report:
         return found
 
     def show(self) -> None:
-        console = Console(highlight=False, markup=False)
-        if not console.is_terminal or console.width > WIDTH:
-            console = Console(highlight=False, markup=False, width=WIDTH)
+        console = narrow_console()
         print_findings(console, self.findings)
         for one in self.models:
             if len(self.models) > 1:

@@ -12,20 +12,15 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from mlxcache.cli import show
 from mlxcache.cli.doctor.finding import Finding
 from mlxcache.cli.listen import IN_USE, CannotListen, PortTaken, listen
 from mlxcache.cli.own_command import own_command
 from mlxcache.cli.ranks import LOCAL, launch_command, read_hosts
-from mlxcache.cli.remote import Remote, proxied
+from mlxcache.cli.remote import Remote
 from mlxcache.config import Settings
 from mlxcache.errors import ConfigError, MlxcacheError, RemoteUnavailable
 from mlxcache.store.lock import servers
-
-HEALTH_S = 2.0
-
 
 # -- the port and running servers --------------------------------------------------------------
 
@@ -59,27 +54,19 @@ def examine_servers(settings: Settings, url: str) -> list[Finding]:
 
 
 def _server(url: str, key: str | None, *, named: bool) -> Finding | None:
-    try:
-        response = httpx.get(f"{url}/health", timeout=HEALTH_S, trust_env=proxied(url))
-    except httpx.HTTPError as error:
-        if not named:
-            return None
-        value = f"{url} does not answer ({type(error).__name__})"
-        return Finding("server", "warn", value, "wait, or restart it")
-    if "X-Mlxcache-Request" not in response.headers:
-        return None
-    try:
-        body: dict[str, Any] = response.json()
-    except ValueError:
-        body = {}
-    state = body.get("status", response.status_code)
-    value = f"{url} serves {body['model']}" if body.get("model") else f"{url}: {state}"
-    if response.status_code != httpx.codes.OK:
+    remote = Remote(url, key)
+    health = remote.health()
+    if health is None:
+        value = f"{url} does not answer"
+        return Finding("server", "warn", value, "wait, or restart it") if named else None
+    if health.get("status") != "ok":
+        value = f"{url}: {health.get('status', 'not ready')}"
         remedy = "see its log; the status is 503 while the model loads"
         return Finding("server", "warn", value, remedy)
     models: list[dict[str, Any]] = []
     with suppress(MlxcacheError):  # as with a wrong key
-        models = Remote(url, key).models()
+        models = remote.models()
+    value = f"{url} serves {health['model']}"
     if len(models) > 1:
         states = (f"{one['id']} ({show.model_state(one)})" for one in models)
         value = f"{url} serves {', '.join(states)}"
