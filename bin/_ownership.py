@@ -41,7 +41,7 @@ FOREIGN = {
         "base.normalizer": "a copy of a tokenizers.Tokenizer",
         "base.pre_tokenizer": "as the line above",
     },
-    "store.mac_folder": {"library.setxattr.argtypes": "ctypes has no argument for it"},
+    "store.cache_folder": {"library.setxattr.argtypes": "ctypes has no argument for it"},
     "sessions.files": {"self._release.atexit": "weakref.finalize has no argument"},
 }
 """Attributes of other libraries' objects that can only be set by assignment, with the reason."""

@@ -51,9 +51,9 @@ def sync(fd: int) -> None:
 def read_ahead(fd: int, start: int = 0, length: int = 0) -> None:
     """Start reading bytes [start, start + length) of a file in the background. Does not block.
 
-    If `length` is 0, reads up to the end of the file. This is only a hint: errors are ignored.
-    Source: F_RDADVISE in fcntl(2) on macOS. Does nothing on Linux: it reads a file ahead that is
-    read in order, into large pages, and posix_fadvise(2) reads into small ones, at half the speed.
+    If `length` is 0, reads up to the end of the file. Errors are ignored. Source: F_RDADVISE in
+    fcntl(2) on macOS. Does nothing on Linux: it reads a file ahead that is read in order, into
+    large pages, and posix_fadvise(2) reads into small ones, at half the speed.
     """
     if SYSTEM != "darwin":
         return

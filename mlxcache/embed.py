@@ -11,7 +11,7 @@ import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
 
 import msgspec
@@ -19,9 +19,8 @@ import msgspec
 from mlxcache.config import SETTINGS, Settings, load_settings
 from mlxcache.errors import ConfigError, Unsupported
 from mlxcache.names import clean_label
+from mlxcache.store.cache_folder import prepare_cache_dir, require_local
 from mlxcache.store.lock import serving
-from mlxcache.store.mac_folder import prepare_cache_dir
-from mlxcache.store.network_folder import require_local
 from mlxcache.types import FinishReason, Job, ModelInfo, ToolCall
 from mlxcache.wire.decode import decode
 from mlxcache.wire.openai_request import (
@@ -124,7 +123,6 @@ class Model(_Embedded["Engine"]):
     with the same meaning; that file and environment variables are not read. Raises ConfigError for
     an unknown setting, and for a cache folder on a network share. Entering raises ModelError or
     ConfigError if the model cannot be loaded, and InUse while a command changes the cache folder.
-    On a Mac, the default cache folder of earlier versions is moved to the current place first.
     """
 
     def __init__(self, model: str | None = None, **settings: Any):
@@ -258,7 +256,8 @@ def _read_settings(given: Mapping[str, Any]) -> Settings:
         raise ConfigError("only `mlxcache serve` divides a model among machines: leave out hosts")
     if wanted.disk != "off":
         require_local(wanted.cache_dir)
-    return replace(wanted, cache_dir=prepare_cache_dir(wanted.cache_dir))
+    prepare_cache_dir(wanted.cache_dir)
+    return wanted
 
 
 def _open_remote(settings: Settings) -> Objects | None:

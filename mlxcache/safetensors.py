@@ -65,21 +65,17 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
-        """Total size of the elements, in bytes."""
         return prod(self.shape) * ITEM_BYTES[self.dtype]
 
     @property
     def bytes(self) -> memoryview:
-        """Flat view of the elements as bytes, without a copy."""
         view = memoryview(self.data)
         return view.cast("B") if view.nbytes else memoryview(b"")
 
 
 MAX_HEADER = 100_000_000
-"""Maximum bytes of a header, as in the safetensors library."""
 
 MOST_FOREIGN = 8 << 20
-"""Maximum bytes of a header in a file that mlxcache did not write."""
 
 _MOST_VALUES = 1 << 18  # a value takes tens of bytes once it is decoded, its text as few as two
 
@@ -87,7 +83,6 @@ _LENGTH = 8
 _ALIGN = 64
 _MOST_AXES = 8  # the product of many large sizes would take minutes
 OPENING = b'{"__metadata__":{"check":"'
-"""Start of the header in every file that mlxcache writes."""
 
 _NO_CHECK = b"0" * 16
 
@@ -101,11 +96,6 @@ class Malformed(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Name, dtype, shape and position of a tensor in a file.
-
-    `dtype` is a key of `ITEM_BYTES`. `offset` is in bytes from the start of the file.
-    """
-
     name: str
     dtype: str
     shape: tuple[int, ...]
@@ -132,7 +122,7 @@ def compose(
     """Return the bytes of a file before its payload, which is the data of `tensors` in order.
 
     With `own`, a checksum of the header is added to the metadata. Raises ValueError if two tensors
-    have the same name, or the header is longer than `MAX_HEADER` (100 MB).
+    have the same name, or the header is longer than `MAX_HEADER`.
     """
     check = {"check": _NO_CHECK.decode()} if own else {}
     table: dict[str, Any] = {"__metadata__": {**check, **metadata}}
@@ -163,8 +153,7 @@ def _with_check(raw: bytes) -> bytes:
 def read_header(fd: int, *, own: bool = True) -> Header:
     """Read the header of the open file `fd`, and check it against the file's size.
 
-    With `own`, the header must have a correct checksum. Raises Malformed if a check fails, and
-    OSError if the file cannot be read.
+    With `own`, the header must have a correct checksum. Raises Malformed and OSError.
     """
     size = os.fstat(fd).st_size
     raw = _raw_header(fd, MAX_HEADER)
@@ -176,8 +165,8 @@ def read_header(fd: int, *, own: bool = True) -> Header:
 def header_of(data: bytes) -> Header:
     """Read the header of a file that mlxcache wrote, from its whole content `data`.
 
-    Checks its checksum, and the length of `data`. The file may come from another machine, so the
-    header is limited as in `read_foreign_header`. Raises Malformed if a check fails.
+    The file may come from another machine, so the header is limited as in `read_foreign_header`.
+    Raises Malformed if a check fails.
     """
     length = int.from_bytes(data[:_LENGTH], "little")
     if not 2 <= length <= min(MOST_FOREIGN, len(data) - _LENGTH):
@@ -192,7 +181,7 @@ def header_of(data: bytes) -> Header:
 def _verify_check(raw: bytes) -> None:
     """Raise Malformed unless the checksum in a header's metadata is correct.
 
-    `raw`: the bytes of the file before the payload: the length of the header, and the header.
+    `raw`: the length of the header, and the header.
     """
     at = _LENGTH + len(OPENING)
     stored = raw[at : at + len(_NO_CHECK)]
@@ -204,8 +193,7 @@ def _verify_check(raw: bytes) -> None:
 def read_foreign_header(fd: int, *, own: bool) -> Header:
     """Read and check the header of a file from another machine, in at most 64 MB of memory.
 
-    With `own`, the header must have a correct checksum. Raises Malformed if the header is too large
-    (see `is_foreign_size`), and the errors of `read_header`.
+    Raises Malformed if it is too large (see `is_foreign_size`), and the errors of `read_header`.
     """
     if not is_foreign_size(_raw_header(fd, MOST_FOREIGN)[_LENGTH:]):
         raise Malformed("its header has too many entries")
@@ -213,10 +201,9 @@ def read_foreign_header(fd: int, *, own: bool) -> Header:
 
 
 def _raw_header(fd: int, most: int) -> bytes:
-    """Return the bytes of the open file `fd` before its payload: its first field, and the header.
+    """Return the bytes of the open file `fd` before its payload.
 
-    Raises Malformed if the field states more than `most` bytes or more than are in the file, and
-    OSError.
+    Raises Malformed if they are more than `most` or more than are in the file, and OSError.
     """
     size = os.fstat(fd).st_size
     head = os.pread(fd, _FIRST_READ, 0)
@@ -233,18 +220,11 @@ def _raw_header(fd: int, most: int) -> bytes:
 
 
 def is_foreign_size(text: bytes) -> bool:
-    """Return whether the header `text` is small enough for `read_foreign_header`.
-
-    Both its bytes (8 MiB) and the number of its JSON values are limited.
-    """
     return len(text) <= MOST_FOREIGN and text.count(b",") + text.count(b":") <= _MOST_VALUES
 
 
 def parse(text: bytes, size: int) -> Header:
-    """Parse and check the header `text` of a file of `size` bytes.
-
-    Raises Malformed if it is not a valid header, or its tensors do not end with the file.
-    """
+    """Parse and check the header `text` of a file of `size` bytes. Raises Malformed."""
     try:
         table = json.loads(decode_utf8(text, _LENGTH), object_pairs_hook=_unique)
     except NotUtf8 as error:

@@ -34,7 +34,7 @@ IMPORTS = (
     "mlxcache.cli.serve",
     "mlxcache.cli.server",
     "mlxcache.engine.models",
-    "mlxcache.store.mac_folder",
+    "mlxcache.store.cache_folder",
     "mlx_lm.models.llama",
     "mlx_lm.tool_parsers.json_tools",
     "pydantic.type_adapter",

@@ -13,11 +13,6 @@ import pytest
 from platformdirs.macos import MacOS
 
 from mlxcache.config import folder
-from mlxcache.store.lock import serving
-from tests.store.content import opened, put, tokens
-
-IDS = tokens(300)
-"""The conversation of `MacHome.fill`."""
 
 
 class MacLibrary:
@@ -50,7 +45,7 @@ class _Function:
 
 
 class MacHome:
-    """A home folder of a Mac, with the former and the new default folder."""
+    """A home folder of a Mac; `cache_dir`: the default cache folder."""
 
     def __init__(self, home: Path, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setenv("HOME", str(home))
@@ -62,14 +57,4 @@ class MacHome:
         monkeypatch.setattr(platformdirs, "user_data_path", lambda _: dirs.user_data_path)
         self.library = MacLibrary()
         monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: self.library)
-        self.former = home / "Library" / "Caches" / "mlxcache"
-        self.new = home / "Library" / "Application Support" / "mlxcache"
-        (home / "Library" / "Caches").mkdir(parents=True)
-
-    def fill(self, cache_dir: Path) -> None:
-        """Make a folder as a server leaves it, with one conversation."""
-        with serving(cache_dir, "http://127.0.0.1:8081", "m"), opened(cache_dir / "store") as store:
-            put(store, IDS)
-        (cache_dir / "log").mkdir()
-        (cache_dir / "log" / "serve-8081.log").write_text("old")
-        (cache_dir / "fingerprints.json").write_text("{}")
+        self.cache_dir = home / "Library" / "Application Support" / "mlxcache"

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from mlxcache.sessions.book import SessionBook
     from mlxcache.sessions.books import SessionBooks, SeveralFiles
     from mlxcache.sessions.files import PromptCacheExport, SessionFiles
-    from mlxcache.store.snapshot_write import SnapshotExport
+    from mlxcache.store.snapshots import SnapshotExport
 
 DEFAULT_SESSIONS = 100
 RESTORE_S = 6 * 3600.0

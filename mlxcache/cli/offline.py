@@ -16,8 +16,7 @@ from mlxcache.store.listing import Listed, related_objects
 from mlxcache.store.lock import exclusive_lock
 from mlxcache.store.sessions import Session, Sessions
 from mlxcache.store.snapshot_format import detect_format
-from mlxcache.store.snapshot_read import import_snapshot, read_snapshot
-from mlxcache.store.snapshot_write import SnapshotExport
+from mlxcache.store.snapshots import SnapshotExport, import_snapshot, read_snapshot
 from mlxcache.store.store import Store
 
 

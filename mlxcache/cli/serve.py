@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 
 import typer
@@ -53,13 +52,15 @@ def serve(*, flags: Flags, config: Config = None) -> None:
         from mlxcache.cli.server import run  # noqa: PLC0415
         from mlxcache.ranks.group import place_from  # noqa: PLC0415
         from mlxcache.ranks.setup import Rank  # noqa: PLC0415
-        from mlxcache.store.mac_folder import prepare_cache_dir  # noqa: PLC0415
-        from mlxcache.store.network_folder import require_local  # noqa: PLC0415
+        from mlxcache.store.cache_folder import (  # noqa: PLC0415
+            prepare_cache_dir,
+            require_local,
+        )
 
         if settings.disk != "off":
             require_local(settings.cache_dir)
-        folder = prepare_cache_dir(settings.cache_dir)
-        settings = replace(settings, cache_dir=folder)
+        folder = settings.cache_dir
+        prepare_cache_dir(folder)
         place = place_from(os.environ, pipeline=settings.pipeline)
         if place is not None and place.rank:
             Rank(place, folder).run()

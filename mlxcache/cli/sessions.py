@@ -23,8 +23,8 @@ app = typer.Typer(name="sessions", invoke_without_command=True, add_completion=F
 def complete_id(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
     """Complete ids of the cache folder's sessions, each with its name; then names, with the id."""
     # Here and not above: a shell that completes something else need not wait for it.
+    from mlxcache.store.database import list_session_names  # noqa: PLC0415
     from mlxcache.store.folder import STORE  # noqa: PLC0415
-    from mlxcache.store.session_names import list_session_names  # noqa: PLC0415
 
     try:
         settings = load_settings({"cache_dir": ctx.params.get("cache_dir")}, os.environ)

@@ -1,4 +1,4 @@
-"""Default of `--cache-dir`, and the default that earlier versions used."""
+"""Default of `--cache-dir`."""
 
 from __future__ import annotations
 
@@ -19,8 +19,3 @@ def default_cache_dir() -> Path:
     if SYSTEM == "darwin":
         return platformdirs.user_data_path("mlxcache")
     return platformdirs.user_cache_path("mlxcache")
-
-
-def former_cache_dir() -> Path | None:
-    """Return the default cache folder of earlier versions, or None if it was the same."""
-    return platformdirs.user_cache_path("mlxcache") if SYSTEM == "darwin" else None

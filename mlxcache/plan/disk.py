@@ -18,10 +18,9 @@ from mlxcache.model.kv import Layout
 from mlxcache.store import index
 from mlxcache.store.database import WAL_PAGES
 from mlxcache.store.digests import BLOCK, Chain, Chains
-from mlxcache.store.eviction import Space
+from mlxcache.store.eviction import Space, checkpoints_over_share, surplus_checkpoints
 from mlxcache.store.folder import CHECKPOINT, RUN, Folder
 from mlxcache.store.index import Match, Row
-from mlxcache.store.thinning import checkpoints_over_share, surplus_checkpoints
 from mlxcache.types import Tokens
 
 NAMESPACE = "plan"
@@ -74,7 +73,6 @@ class CountedDisk:
         self._index = sqlite3.connect(":memory:", isolation_level=None)
         self._index.execute("PRAGMA foreign_keys = ON")
         self._index.executescript(index.SCHEMA)
-        index.complete(self._index)
         self._space = Space(CountedFolder(self._other_bytes), limit, 0)
 
     def close(self) -> None:

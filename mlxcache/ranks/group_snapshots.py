@@ -12,7 +12,7 @@ from mlxcache.ranks.division import Division, Rows
 from mlxcache.ranks.leader import Leader
 from mlxcache.safetensors import ITEM_BYTES, Place, Tensor
 from mlxcache.store.found import Piece, Saved
-from mlxcache.store.snapshot_kv import CHUNK_BYTES, RowKind, SnapshotKV
+from mlxcache.store.snapshots import CHUNK_BYTES, RowKind, SnapshotKV
 from mlxcache.store.store import Store
 from mlxcache.types import Tokens
 

@@ -15,14 +15,12 @@ from mlxcache.ranks.group_snapshots import GroupSnapshotKV
 from mlxcache.ranks.leader import Leader
 from mlxcache.safetensors import Tensor
 from mlxcache.store.found import Found, Piece, Saved
-from mlxcache.store.leaf_files import ReadIds, durable_tokens
 from mlxcache.store.leaves import LeafRow
-from mlxcache.store.listing import Held, Listed
-from mlxcache.store.maintenance import Progress
+from mlxcache.store.listing import Held, Listed, ReadIds, durable_tokens
 from mlxcache.store.parts import Mode, read_part_name
 from mlxcache.store.sessions import Sessions
-from mlxcache.store.snapshot_kv import SnapshotKV
-from mlxcache.store.store import Store
+from mlxcache.store.snapshots import SnapshotKV
+from mlxcache.store.store import Progress, Store
 from mlxcache.types import Tokens
 
 FIRST_PAUSE_S, PAUSE_S = 0.001, 0.05

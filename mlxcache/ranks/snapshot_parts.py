@@ -10,7 +10,7 @@ from mlxcache.lru import LRU
 from mlxcache.ranks import operations as op
 from mlxcache.safetensors import ITEM_BYTES, Tensor
 from mlxcache.store.found import Found, Saved
-from mlxcache.store.snapshot_kv import SnapshotKV
+from mlxcache.store.snapshots import SnapshotKV
 from mlxcache.store.store import Store
 from mlxcache.types import Tokens, ids_of_bytes
 

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 
 from mlxcache.common_prefix import common_length
 from mlxcache.errors import Corrupt
-from mlxcache.safetensors import Header, Malformed, Place, Tensor, header_of
+from mlxcache.safetensors import Malformed, Place, Tensor, header_of
 from mlxcache.store.digests import BLOCK, Chain
 from mlxcache.store.found import Found, Saved
 from mlxcache.store.kv_files import (
-    RunHeader,
     block_checksums,
     checkpoint_of,
     checksum_of,
@@ -29,8 +28,6 @@ from mlxcache.store.kv_files import (
 )
 from mlxcache.store.store import Store
 from mlxcache.types import Tokens
-
-_NO_HEADER = Header({}, (), 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +65,7 @@ def pack_run(store: Store, found: Found, chain: Chain, start: int, stop: int) ->
                 head = read_run(fd)
             except Malformed as error:
                 raise Corrupt(f"{piece.path.name} is damaged: {error}.") from error
-            places, late = head.header.places, head.late
+            places, late = head.places, head.late
             for place in places:
                 row = place.nbytes // len(head.tokens)
                 at = place.offset + (first - head.start) * row
@@ -84,27 +81,8 @@ def pack_run(store: Store, found: Found, chain: Chain, start: int, stop: int) ->
         )
         for place in places
     ]
-    return _composed(chain, start, stop, tensors, late)
-
-
-def _composed(
-    chain: Chain, start: int, stop: int, tensors: list[Tensor], late: frozenset[str]
-) -> bytes:
-    sums, late_sums = (
-        block_checksums([t.bytes for t in tensors if (t.name in late) is is_late], stop - start)
-        for is_late in (False, True)
-    )
-    words = RunHeader(
-        _NO_HEADER,
-        chain.namespace,
-        chain.whole[start // BLOCK],
-        start,
-        chain.ids[start:stop],
-        tuple(sums),
-        late,
-        tuple(late_sums) if late else (),
-    )
-    return b"".join([compose_run(words, tensors), *(tensor.bytes for tensor in tensors)])
+    header = compose_run(chain, start, stop, tensors, late)
+    return b"".join([header, *(tensor.bytes for tensor in tensors)])
 
 
 def unpack_run(data: bytes, chain: Chain, start: int, end: int) -> FetchedRun:
@@ -123,7 +101,7 @@ def unpack_run(data: bytes, chain: Chain, start: int, end: int) -> FetchedRun:
     if head.start != start or start + shared < end:
         raise Malformed("it holds other tokens")
     view = memoryview(data)
-    tensors = [_tensor(view, place) for place in head.header.places]
+    tensors = [_tensor(view, place) for place in head.places]
     for tensor in tensors:
         if not tensor.shape or tensor.shape[0] != count:
             raise Malformed(f"tensor {tensor.name!r} does not have one row per token")
@@ -166,7 +144,7 @@ def unpack_checkpoint(data: bytes, chain: Chain, position: int) -> list[Tensor]:
     if head.position != position:
         raise Malformed("it holds another position")
     view = memoryview(data)
-    tensors = [_tensor(view, place) for place in head.header.places]
+    tensors = [_tensor(view, place) for place in head.places]
     if checksum_of([tensor.bytes for tensor in tensors]) != head.checksum:
         raise Malformed("its checksum is wrong")
     if not all(is_finite(tensor.dtype, tensor.bytes) for tensor in tensors):

@@ -18,8 +18,7 @@ from mlxcache.sessions.tree_view import TreePart
 from mlxcache.store.found import Problem
 from mlxcache.store.listing import Listed
 from mlxcache.store.session_rows import Session
-from mlxcache.store.snapshot_read import read_origin
-from mlxcache.store.snapshot_write import SnapshotExport
+from mlxcache.store.snapshots import SnapshotExport, read_origin
 
 FindUnopened = Callable[[str, str], Awaitable[tuple[str, Served]]]
 """Find, by a snapshot's namespace and name, the label and description of a model not loaded yet."""

@@ -31,17 +31,18 @@ from mlxcache.owner import OWNER, own_ids, plain_ids
 from mlxcache.private import make_folder
 from mlxcache.sessions.journal import Served
 from mlxcache.store.database import store_errors
+from mlxcache.store.leaves import Leaf
 from mlxcache.store.listing import Listed
 from mlxcache.store.lock import is_running
 from mlxcache.store.sessions import new_id
-from mlxcache.store.snapshot_format import LeafInfo, SessionInfo, detect_format
-from mlxcache.store.snapshot_read import (
+from mlxcache.store.snapshot_format import SessionInfo, detect_format
+from mlxcache.store.snapshots import (
+    SnapshotExport,
     check_prompt_cache,
     import_snapshot,
     read_snapshot,
     with_owner,
 )
-from mlxcache.store.snapshot_write import SnapshotExport
 from mlxcache.store.store import FREE_FLOOR, Store
 from mlxcache.types import WARMING, Job, Prompt, Tokens, join_ids, token_ids
 
@@ -160,9 +161,7 @@ class SessionFiles:
                 raise (refused if is_ours and prompt is None else error) from error
             await compute(self._submit, ids)
             ids = own_ids(ids, owner)
-            leaf = LeafInfo(
-                ids, prompt_tokens=len(ids), key_tokens=len(ids), last_used_at=time.time()
-            )
+            leaf = Leaf(ids, prompt_tokens=len(ids), key_tokens=len(ids), last_used_at=time.time())
             own = self._model
             info = SessionInfo(new_id(), own.namespace, own.name, (leaf,), created_at=time.time())
         else:

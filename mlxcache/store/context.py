@@ -13,30 +13,22 @@ from mlxcache.errors import StoreError, Vanished
 from mlxcache.store import index
 from mlxcache.store.database import Database
 from mlxcache.store.eviction import Space
-from mlxcache.store.folder import Folder, remove
+from mlxcache.store.folder import Folder, Reserve, remove
 from mlxcache.store.index import Row
-from mlxcache.store.leaf_files import LeafFiles
+from mlxcache.store.listing import LeafFiles
 from mlxcache.store.lock import ProcessLock
-from mlxcache.store.reserve import Reserve
 
 USE_STEP_S = 1e-5
-"""Least seconds between two times of use.
-
-It is large enough for a float of seconds since 1970 to tell the two apart.
-"""
+"""Least seconds between two times of use: a float of seconds since 1970 tells them apart."""
 
 CLOSE_S = 0.5
-"""Seconds that a closing store waits for other writers of the index."""
 
 
 class StoreContext:
     """One open store folder: its database, process lock, disk space, counters and unwritten uses.
 
-    The time of a file's last use and the number of its reuses by requests decide when it is
-    evicted. Uses and reuses are collected in memory and written to the index with the next write,
-    so that looking up a prefix writes nothing. `lock` shows other processes that the folder is
-    open; see `ProcessLock`. `space` evicts files. `reserve`: the file that is removed while the
-    disk is full. Thread-safe.
+    Uses and reuses, which decide when a file is evicted, are written to the index with its next
+    write, so that looking up a prefix writes nothing. Thread-safe.
     """
 
     def __init__(
@@ -62,44 +54,29 @@ class StoreContext:
         self._latest = 0.0
 
     def renew_lock(self) -> None:
-        """Replace the process lock by a new one, after the folder was created again.
-
-        Raises OSError.
-        """
         self.lock.release()
         self.lock = ProcessLock(self.folder.locks)
 
     def count(self, figure: str, by: int = 1) -> None:
-        """Add `by` to a counter of this process, named as in `StoreStats`."""
         with self._lock:
             self._figures[figure] += by
 
     def counted(self, figure: str) -> int:
-        """Return the value of a counter of this process, named as in `StoreStats`."""
         with self._lock:
             return self._figures[figure]
 
     def now(self) -> float:
-        """Return the time for a new use, in seconds since 1970.
-
-        It is the wall clock's time, but always later than any time returned before or passed to
-        `resume_clock`, so that times of use are ordered.
-        """
+        """Return the time for a new use, in seconds since 1970: always later than any before."""
         with self._lock:
             self._latest = max(time.time(), self._latest + USE_STEP_S)
             return self._latest
 
     def resume_clock(self, latest: float) -> None:
-        """Make `now` return only times after `latest`, the newest time of use in the index."""
         with self._lock:
             self._latest = max(self._latest, latest)
 
     def note_use(self, rows: Iterable[Row], *, unless_within: float = 0.0) -> None:
-        """Remember that the files of `rows` are used now; `write_uses` writes that to the index.
-
-        Files used within the last `unless_within` seconds are skipped, and all of them while the
-        index cannot be written.
-        """
+        """Remember that files are used now, except those used within `unless_within` seconds."""
         if self.database.obstacle is not None:
             return
         now = self.now()
@@ -107,20 +84,12 @@ class StoreContext:
             self._uses.update((row.id, now) for row in rows if now - row.used >= unless_within)
 
     def note_reuse(self, ids: Iterable[int]) -> None:
-        """Remember that a request reused these files; `write_uses` counts it in the index.
-
-        `ids`: ids of their index rows. Does nothing while the index cannot be written.
-        """
         with self._lock:
             if self.database.obstacle is None:
                 self._reused += ids
 
     def write_uses(self, connection: sqlite3.Connection) -> None:
-        """Write to the index when files were last used, and how often requests reused them.
-
-        Writes what `note_use` and `note_reuse` collected since the last call, within the open
-        transaction of `connection`.
-        """
+        """Write what `note_use` and `note_reuse` collected, in the open transaction."""
         with self._lock:
             uses, self._uses = self._uses, {}
             reused, self._reused = self._reused, []
@@ -130,8 +99,7 @@ class StoreContext:
     def make_room(self, connection: sqlite3.Connection, coming: int, *, has_row: bool) -> None:
         """Call `write_uses`, then evict files until `coming` more bytes fit into the folder.
 
-        `has_row`: the index already counts these bytes, because it has the row of the file to be
-        written. Part of the transaction of `connection`. Raises DiskFull if they cannot fit.
+        `has_row`: the index already counts these bytes. Raises DiskFull if they cannot fit.
         """
         self.write_uses(connection)
         self.count("evicted", len(self.space.make_room(connection, coming, has_row=has_row)))
@@ -147,8 +115,8 @@ class StoreContext:
     def remove_file(self, id: int, *, corrupt: bool) -> bool:
         """Remove a file and all files that continue it; return False if the index lacks it.
 
-        `id`: id of the file's index row. `corrupt`: the file itself is damaged; it is moved to
-        quarantine instead, and counted in `StoreStats.corrupt`. Raises StoreError.
+        `corrupt`: the file itself is damaged; it is moved to quarantine instead, and counted.
+        Raises StoreError.
         """
         with self.database.write() as connection:
             self.check_present()
@@ -166,10 +134,7 @@ class StoreContext:
         return True
 
     def close(self) -> None:
-        """Call `write_uses`, close the database, and release the process lock.
-
-        If the index cannot be written within `CLOSE_S` seconds, the uses are lost.
-        """
+        """Call `write_uses`, which is given up after `CLOSE_S` seconds, and close the folder."""
         self.database.check_before(None)
         with (
             suppress(StoreError),

@@ -13,7 +13,6 @@ from pathlib import Path
 from mlxcache.errors import DiskFull, StoreError
 
 BUSY_S = 30.0
-"""Most seconds that a transaction waits for a transaction of another process."""
 
 WAL_PAGES = 256
 """Pages of 4 KiB in the write-ahead log after which they are moved into the database file."""
@@ -41,26 +40,23 @@ _PRAGMAS = (
 
 
 class ReadOnly(sqlite3.Connection):
-    """A read-only connection, used for a single transaction.
-
-    It is not pooled, because the disk may become writable later.
-    """
+    """A read-only connection, not pooled, because the disk may become writable later."""
 
 
 _LOG_IN_MEMORY = ("locking_mode=EXCLUSIVE",)
 """Pragmas with which SQLite keeps the index of the write-ahead log in memory, not in a file."""
 
 
-def connect(path: Path) -> sqlite3.Connection:
-    """Connect to an existing SQLite file, read-only if its disk is read-only.
+def primary_code(error: BaseException | None) -> int:
+    return (getattr(error, "sqlite_errorcode", None) or 0) & 0xFF
 
-    Raises sqlite3.Error and OSError.
-    """
+
+def connect(path: Path) -> sqlite3.Connection:
     try:
         pragmas = _PRAGMAS if path.stat().st_size else (*_OF_A_NEW_FILE, *_PRAGMAS)
         return _connected(path, "mode=rw", pragmas, sqlite3.Connection)
     except sqlite3.OperationalError as error:
-        if error.sqlite_errorcode & 0xFF not in OF_THE_DISK:
+        if primary_code(error) not in OF_THE_DISK:
             raise
     return connect_read_only(path)
 
@@ -68,8 +64,8 @@ def connect(path: Path) -> sqlite3.Connection:
 def connect_read_only(path: Path, wait_s: float = BUSY_S) -> sqlite3.Connection:
     """Connect to a database file that cannot be written, and read its write-ahead log too.
 
-    Writes nothing. If another process has locked the file, waits for it up to `wait_s` seconds, now
-    and in each statement. Raises sqlite3.Error and OSError.
+    Writes nothing. Waits up to `wait_s` seconds for other processes, now and in each statement.
+    Raises sqlite3.Error and OSError.
     """
     if path.with_name(f"{path.name}-shm").exists():
         with suppress(sqlite3.OperationalError):
@@ -110,25 +106,15 @@ NAME = "index.sqlite"
 
 
 NO_SPACE = 64 << 10
-"""Free bytes of a disk below which any error of SQLite is reported as that of a full disk.
-
-SQLite itself may report that it cannot open a file.
-"""
+"""Free bytes of a disk below which any error of SQLite is reported as that of a full disk."""
 
 
 class Unwritable(StoreError):
-    """Error raised by a write to a database whose disk cannot be written.
-
-    Reads work, because such a database was read into memory when it was opened.
-    """
+    """Error raised by a write to a database whose disk cannot be written. Reads work."""
 
 
 class Locked(StoreError):
     """Error raised if other processes or threads write for longer than the caller may wait."""
-
-
-def _nothing(_: sqlite3.Connection) -> None:
-    """Do nothing: the default of `migrate` in `Database.create`."""
 
 
 class _Memory:
@@ -151,7 +137,7 @@ class Database:
     Threads of one process take turns at writing, and wait for other processes that write. Inside
     the `with` blocks of `read`, `write` and `steady`, errors of SQLite and of the file system are
     converted to StoreError, and those of a full disk to DiskFull. `obstacle`: why the file cannot
-    be written, None if it can. If it cannot, all reads use a copy of it in memory.
+    be written; all reads then use a copy of it in memory.
     """
 
     def __init__(self, path: Path):
@@ -163,17 +149,13 @@ class Database:
         self._turn = threading.Lock()
         self._mine = threading.local()
         self._closed = False
-        self._scripts: list[tuple[str, Callable[[sqlite3.Connection], None]]] = []
+        self._scripts: list[str] = []
         self._inode: int | None = None
         self._era = 0
         self._check: Callable[[], None] | None = None
 
     @classmethod
     def open(cls, folder: Path) -> Database:
-        """Open the database in `folder`, creating it with mode 0600 if it is missing.
-
-        Raises StoreError, also if the file is damaged.
-        """
         database = cls(folder / NAME)
         with store_errors(database.path):
             database._make()
@@ -197,26 +179,23 @@ class Database:
         return database
 
     def copy(self) -> TemporaryDatabase:
-        """Copy the database to one in memory. Blocks. Raises StoreError."""
         made = TemporaryDatabase()
         try:
-            with self.read() as connection:
+            with self.read() as connection, made._connection() as target:
                 connection.rollback()  # the copy is a transaction of its own
-                made.fill(connection)
+                connection.backup(target)
         except BaseException:
             made.close()
             raise
         return made
 
-    def create(self, script: str, migrate: Callable[[sqlite3.Connection], None] = _nothing) -> None:
-        """Run a script of CREATE ... IF NOT EXISTS statements in one transaction, then `migrate`.
+    def create(self, script: str) -> None:
+        """Run a script of CREATE ... IF NOT EXISTS statements in one transaction.
 
-        `migrate` adds what tables of earlier versions lack. Each module with tables calls this once
-        after the database is opened. Both run again whenever the file is created again. Raises
-        StoreError.
+        It runs again whenever the file is created again. Raises StoreError.
         """
-        if (script, migrate) not in self._scripts:
-            self._scripts.append((script, migrate))
+        if script not in self._scripts:
+            self._scripts.append(script)
         with self._transaction() as connection:
             statement = ""
             for line in script.splitlines(keepends=True):
@@ -226,27 +205,25 @@ class Database:
                     statement = ""
             if statement.strip():
                 raise ValueError(f"SQL statement without a final semicolon: {statement.strip()!r}")
-            migrate(connection)
 
     def check_before(self, check: Callable[[], None] | None) -> None:
         """Call `check` before each transaction from now on; None stops that.
 
-        An exception in `check` is raised instead of beginning the transaction. A transaction inside
-        another one of the same thread joins it, and is not checked.
+        What it raises is raised instead of beginning the transaction. A transaction inside another
+        one of the same thread joins it, and is not checked.
         """
         self._check = check
 
     def is_there(self) -> bool:
-        """Return whether the file at the database's path is still the one that was opened."""
         try:
             return self.path.stat().st_ino == self._inode
         except OSError:
             return False
 
     def renew(self) -> None:
-        """Switch to the file that is now at the database's path.
+        """Switch to the file that is now at the database's path, with its tables.
 
-        The file and its tables are created if they are missing. Raises StoreError.
+        Raises StoreError.
         """
         self.drop_pool()
         with store_errors(self.path):
@@ -255,18 +232,14 @@ class Database:
         if memory is not None:
             memory.close()
         try:
-            for script, migrate in self._scripts:
-                self.create(script, migrate)
+            for script in self._scripts:
+                self.create(script)
         except BaseException:
             self._inode = None
             raise
 
     def drop_pool(self) -> None:
-        """Close all pooled connections.
-
-        A connection in use is closed when its `with` block ends. New connections are opened when
-        needed.
-        """
+        """Close all pooled connections, and each one in use when its `with` block ends."""
         with self._pool_lock:
             idle, self._idle = self._idle, []
             self._era += 1
@@ -280,7 +253,6 @@ class Database:
 
     @contextmanager
     def patience(self, seconds: float) -> Iterator[None]:
-        """Limit the time that this thread waits for other writers inside the block to `seconds`."""
         before, self._mine.busy_s = self._busy_s(), seconds
         try:
             yield
@@ -298,15 +270,17 @@ class Database:
         if current is not None:
             yield current
             return
-        with store_errors(self.path), self._checked(), self._connection() as connection:
-            if connection.in_transaction:  # of this thread, in memory
-                yield connection
-                return
-            connection.execute("BEGIN")
-            try:
-                yield connection
-            finally:
-                connection.rollback()
+        with store_errors(self.path):
+            self._before(changes=False)
+            with self._connection() as connection:
+                if connection.in_transaction:  # of this thread, in memory
+                    yield connection
+                    return
+                connection.execute("BEGIN")
+                try:
+                    yield connection
+                finally:
+                    connection.rollback()
 
     @contextmanager
     def write(self) -> Iterator[sqlite3.Connection]:
@@ -324,69 +298,47 @@ class Database:
     def steady(self) -> Iterator[sqlite3.Connection]:
         """Yield a connection to read with, and keep other writers out until the block ends.
 
-        Blocks until no other thread or process writes. Raises as `write` does, except Unwritable.
+        If the file cannot be written, it is one to the copy in memory. Raises as `write` does.
         """
         with self._transaction() as connection:
             yield connection
 
     @contextmanager
     def _transaction(self, *, changes: bool = False) -> Iterator[sqlite3.Connection]:
-        """Yield a connection in a transaction that keeps other writers out; see `write`.
-
-        If the file cannot be written: raises Unwritable if `changes`, otherwise the block runs on
-        the copy of the database in memory.
-        """
         current = self._current()
         if current is not None:
             yield current
             return
-        with (
-            store_errors(self.path),
-            self._checked(),
-            self._writable(changes),
-            self._writing(),
-            self._connection() as connection,
-        ):
-            connection.execute(f"PRAGMA busy_timeout = {round(self._busy_s() * 1000)}")
-            connection.execute("BEGIN IMMEDIATE")
-            self._mine.connection = connection
-            try:
-                yield connection
-                connection.commit()
-            except BaseException:
-                connection.rollback()
-                raise
-            finally:
-                self._mine.connection = None
+        with store_errors(self.path):
+            self._before(changes=changes)
+            with self._writing(), self._connection() as connection:
+                connection.execute(f"PRAGMA busy_timeout = {round(self._busy_s() * 1000)}")
+                connection.execute("BEGIN IMMEDIATE")
+                self._mine.connection = connection
+                try:
+                    yield connection
+                    connection.commit()
+                except BaseException:
+                    connection.rollback()
+                    raise
+                finally:
+                    self._mine.connection = None
 
-    def shrink(self) -> None:
-        """Return unused pages and the write-ahead log to the file system.
-
-        Pages that other connections are reading are kept. Raises StoreError, and DiskFull if
-        the disk has no space for the log, which grows while pages are moved.
-        """
-        if self._memory is not None:
-            return
-        with store_errors(self.path), self._writing(), self._connection() as connection:
-            connection.execute("PRAGMA incremental_vacuum").fetchall()
-            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
-
-    def empty_log(self) -> None:
+    def empty_log(self, *, shrink: bool = False) -> None:
         """Move the content of the write-ahead log into the file, and truncate the log.
 
-        That gives the log's bytes back to the file system. Does nothing while another connection
-        reads the log. Raises StoreError.
+        `shrink`: first return unused pages to the file system, as far as nobody reads them; the log
+        grows for that. Does nothing while another connection reads the log. Raises StoreError, and
+        DiskFull if the disk has no space for the log.
         """
         if self._memory is not None:
             return
         with store_errors(self.path), self._writing(), self._connection() as connection:
+            if shrink:
+                connection.execute("PRAGMA incremental_vacuum").fetchall()
             connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
     def close(self) -> None:
-        """Close the pooled connections; a connection in use is closed when its block ends.
-
-        Later calls of `read` and `write` raise StoreError.
-        """
         with self._pool_lock:
             self._closed = True
             idle, self._idle = self._idle, []
@@ -396,7 +348,6 @@ class Database:
             self._memory.close()
 
     def check_open(self) -> None:
-        """Raise StoreError if the database was closed."""
         if self._closed:
             raise StoreError(f"{self.path} is closed.")
 
@@ -404,20 +355,13 @@ class Database:
         connection: sqlite3.Connection | None = getattr(self._mine, "connection", None)
         return connection
 
-    @contextmanager
-    def _checked(self) -> Iterator[None]:
+    def _before(self, *, changes: bool) -> None:
         if self._check is not None:
             self._check()
-        yield
-
-    @contextmanager
-    def _writable(self, changes: bool) -> Iterator[None]:
         if changes and self.obstacle is not None:
             raise Unwritable(self.obstacle)
-        yield
 
     def _busy_s(self) -> float:
-        """Return the most seconds that this thread waits for other writers; see `patience`."""
         seconds: float = getattr(self._mine, "busy_s", BUSY_S)
         return seconds
 
@@ -448,7 +392,7 @@ class Database:
         try:
             yield connection
         except sqlite3.Error as error:
-            if (getattr(error, "sqlite_errorcode", None) or 0) & 0xFF in OF_THE_DISK:
+            if primary_code(error) in OF_THE_DISK:
                 self.drop_pool()
             raise
         finally:
@@ -470,12 +414,15 @@ def store_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except sqlite3.Error as error:
-        if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
+        code = primary_code(error)
+        if code == sqlite3.SQLITE_FULL:
             raise DiskFull(f"The disk is full: {path} cannot grow.") from error
-        if (getattr(error, "sqlite_errorcode", None) or 0) & 0xFF == sqlite3.SQLITE_BUSY:
+        if code == sqlite3.SQLITE_BUSY:
             raise Locked(f"{path} is being written by another process: try again.") from error
-        if _is_full(path.parent):
-            raise DiskFull(f"The disk is full: {path} cannot be opened.") from error
+        with suppress(OSError):
+            stat = os.statvfs(path.parent)
+            if stat.f_bavail * stat.f_frsize < NO_SPACE:
+                raise DiskFull(f"The disk is full: {path} cannot be opened.") from error
         raise StoreError(f"{path}: {error}.") from error
     except UnicodeDecodeError as error:  # raised for a damaged schema or text
         raise StoreError(f"{path}: {error}.") from sqlite3.DatabaseError(str(error))
@@ -486,25 +433,27 @@ def store_errors(path: Path) -> Iterator[None]:
         raise StoreError(f"{where}: {error.strerror or error}.") from error
 
 
-def _is_full(folder: Path) -> bool:
-    try:
-        stat = os.statvfs(folder)
-    except OSError:
-        return False
-    return stat.f_bavail * stat.f_frsize < NO_SPACE
-
-
 class TemporaryDatabase(Database):
-    """A database in memory, for a server without a disk tier, and for copies of a database.
-
-    It has a single connection, which threads use in turn.
-    """
+    """A database in memory, for a server without a disk tier, and for copies of a database."""
 
     def __init__(self) -> None:
         super().__init__(Path(":memory:"))
         self._memory = _Memory()
 
-    def fill(self, source: sqlite3.Connection) -> None:
-        """Replace the content by that of `source`. Raises sqlite3.Error."""
-        with self._connection() as connection:
-            source.backup(connection)
+
+def list_session_names(folder: Path) -> list[tuple[str, str]]:
+    """Return (id, name) of the sessions in the store folder, most recently used first.
+
+    For a shell's completion, which needs an answer at once and cannot show an error: no more than
+    200 sessions, none if the store cannot be read, and no import of numpy. If a session has no
+    name, its title is returned instead, else its label, else "".
+    """
+    query = (
+        "SELECT id, coalesce(nullif(name, ''), title, label, '') FROM sessions"
+        " ORDER BY last_used_at DESC LIMIT 200"
+    )
+    try:
+        with closing(connect_read_only((folder / NAME).resolve(), wait_s=0.1)) as db:
+            return [(str(id), str(name)) for id, name in db.execute(query)]
+    except (sqlite3.Error, OSError):
+        return []

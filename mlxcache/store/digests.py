@@ -10,7 +10,6 @@ import numpy as np
 from mlxcache.types import NO_TOKENS, Tokens
 
 BLOCK = 64
-"""Tokens per block."""
 
 DIGEST_BYTES = 16
 
@@ -21,11 +20,7 @@ def root_digest(namespace: str) -> bytes:
 
 
 def block_digests(digest: bytes, ids: Tokens) -> list[bytes]:
-    """Return the digests after each whole block of `ids`.
-
-    `digest`: digest of the prefix that `ids` follow, a whole number of blocks. A last partial block
-    is ignored.
-    """
+    """Return the digests after each whole block of `ids`, which follow the prefix `digest`."""
     raw = ids.tobytes()
     found = []
     for at in range(0, len(ids) // BLOCK * BLOCK * 4, BLOCK * 4):
@@ -35,10 +30,7 @@ def block_digests(digest: bytes, ids: Tokens) -> list[bytes]:
 
 
 def partial_digest(digest: bytes, ids: Tokens) -> bytes:
-    """Return the digest of a prefix followed by fewer than 64 tokens `ids`.
-
-    `digest`: digest of the prefix; it is returned unchanged if `ids` is empty.
-    """
+    """Return the digest of a prefix followed by fewer than 64 tokens `ids`, itself without any."""
     if not len(ids):
         return digest
     return _digest(digest + ids.tobytes() + bytes((len(ids),)))
@@ -56,17 +48,12 @@ class Chain:
         self.whole = whole
 
     def at(self, position: int) -> bytes:
-        """Return the digest of the first `position` tokens."""
         block = position // BLOCK
         return partial_digest(self.whole[block], self.ids[block * BLOCK : position])
 
 
 class Chains:
-    """Factory of digest chains for one namespace. Thread-safe.
-
-    It remembers the chain that it made last, and takes from it the digests of the prefix that the
-    next token ids share.
-    """
+    """Factory of digest chains for one namespace. Thread-safe."""
 
     def __init__(self, namespace: str):
         self._last = Chain(namespace, NO_TOKENS, [root_digest(namespace)])
@@ -75,8 +62,8 @@ class Chains:
     def of(self, ids: Tokens) -> Chain:
         """Return the digest chain of `ids`.
 
-        For 200,000 tokens it takes about 5 ms if they are new, and 0.1 ms if they are a prefix of
-        the remembered chain.
+        The digests of the prefix that they share with the last ids are not computed again: for
+        200,000 tokens it takes about 5 ms if they are new, and 0.1 ms if not.
         """
         with self._lock:
             last = self._last

@@ -1,9 +1,9 @@
-"""Disk space of a store folder: its limit, the free space it leaves, and the order of eviction."""
+"""Eviction of files: to make room on disk, and of checkpoints to keep them within their share."""
 
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Generator
+from collections.abc import Collection, Generator, Sequence
 from contextlib import closing
 from heapq import heappop, heappush, merge
 from math import log2
@@ -11,26 +11,26 @@ from math import log2
 from mlxcache.config import format_size
 from mlxcache.errors import DiskFull
 from mlxcache.store import index
-from mlxcache.store.folder import Folder, blocks, remove
-from mlxcache.store.index import Row
-from mlxcache.store.ranks import MOST_REUSES, refresh
-from mlxcache.store.totals import read_total
+from mlxcache.store.folder import CHECKPOINT, Folder, blocks, remove
+from mlxcache.store.index import MOST_REUSES, Match, Row, read_total, read_totals, update_ranks
+from mlxcache.store.session_rows import shared_lengths
+from mlxcache.tree.thinning import BUDGET_SHARE, NEWEST, allowed, checkpoints_to_drop
+from mlxcache.types import Tokens
 
 MARGIN = 2 << 20
-"""Bytes below the limit that are left for growth of the index and its log.
-
-At most a sixteenth of the limit.
-"""
 
 ROW_BYTES = 64 << 10
 TOKEN_BYTES = 12
 """Most bytes that one more row, and each token of it, add to the index and its log."""
 
 MOMENT_S = 60.0
-"""Seconds between two uses below which they count as simultaneous.
+"""Seconds between two uses below which the less reused file is evicted first."""
 
-The less reused file is then evicted first.
-"""
+SIDE_TOKENS = 1024
+"""Tokens after a path's checkpoint within which one beside the path may be removed as surplus."""
+
+SIDE_KEPT = 2
+"""Checkpoints beside a path that stay: a request may continue from the last used ones."""
 
 _MORE_USED_AFTER = """
 WITH RECURSIVE after (file) AS (
@@ -38,7 +38,7 @@ WITH RECURSIVE after (file) AS (
   SELECT rank.file FROM rank, after WHERE rank.previous = after.file AND rank.most > ?2)
 SELECT max(used), uses FROM rank JOIN after USING (file) GROUP BY uses
 """
-"""SQL query for the latest time of use at each number of reuses, as rows (time, reuses).
+"""The latest time of use at each number of reuses, as rows (time, reuses).
 
 It covers the checkpoint with id ?1 and those after it on its path that have more reuses than ?2,
 the checkpoint's own number.
@@ -46,11 +46,7 @@ the checkpoint's own number.
 
 
 class Space:
-    """Disk space of a store folder: evicts files from it to make room.
-
-    The folder takes at most `limit` bytes (None: no limit) and leaves `floor` bytes of the disk
-    free.
-    """
+    """Disk space of a store folder: at most `limit` bytes, with `floor` bytes of the disk free."""
 
     def __init__(self, folder: Folder, limit: int | None, floor: int):
         self.folder = folder
@@ -58,17 +54,13 @@ class Space:
         self.floor = floor
 
     def used(self, connection: sqlite3.Connection) -> int:
-        """Return the bytes of the folder on disk, including those reserved for files being written.
-
-        Sizes are counted in allocated blocks of the file system.
-        """
         return read_total(connection).disk + self.folder.overhead()
 
     def estimate(self, nbytes: int, tokens: int) -> int:
         """Return an upper bound of the disk space for a file of `nbytes` bytes and its index row.
 
         Includes the unused part of the last file-system block, file-system metadata, and the growth
-        of folders. `tokens`: number of token ids in the row.
+        of folders.
         """
         size = self.folder.block_size()
         whole = (nbytes + size - 1) // size * size
@@ -77,8 +69,7 @@ class Space:
     def make_room(self, connection: sqlite3.Connection, coming: int, *, has_row: bool) -> list[Row]:
         """Evict files in this transaction until `coming` more bytes fit; return the removed rows.
 
-        They fit if the folder then takes at most `limit` bytes and leaves `floor` bytes of the disk
-        free. `has_row`: the index already counts the `coming` bytes. Files are removed before the
+        `has_row`: the index already counts the `coming` bytes. Files are removed before the
         transaction removes their rows, so that their space is never counted as free too early.
         After a kill in between, some rows have no file; reading and opening the store repair that.
         Raises DiskFull, with nothing removed, if the bytes cannot fit.
@@ -95,17 +86,11 @@ class Space:
         return chosen
 
     def remove(self, connection: sqlite3.Connection, chosen: list[Row]) -> None:
-        """Remove the files of `chosen` and, in this transaction, their rows."""
         for row in chosen:
             remove(self.folder.file(row.kind, row.digest))
             index.delete(connection, row)
 
     def shrink(self, connection: sqlite3.Connection, limit: int) -> list[Row]:
-        """Evict files in this transaction until at most `limit` bytes are in use.
-
-        Returns the removed rows. Files that are being written stay, so the limit may still be
-        exceeded.
-        """
         need = self.used(connection) + self._reserve(limit) - limit
         need -= self.folder.free_quarantine(need)
         chosen = files_to_evict(connection, need, partly=True) or []
@@ -113,11 +98,7 @@ class Space:
         return chosen
 
     def obstacle(self, connection: sqlite3.Connection, used: int) -> str | None:
-        """Return why no file could be written even if all others were evicted; None if one could.
-
-        The text is for users: a sentence about the disk or the limit. `used`: bytes of the folder,
-        as the method `used` returns them. Changes nothing.
-        """
+        """Return why no file could be written even if all others were evicted."""
         need = self._missing(used, ROW_BYTES, ROW_BYTES)
         need -= read_total(connection).durable_disk + sum(
             size for _, size in self.folder.quarantined()
@@ -166,24 +147,19 @@ def files_to_evict(
 
     Only files that no other file continues and that are not being written can be chosen. Evicting
     one may make the file before it eligible. Pinned files are chosen only when nothing else is
-    left. If all eligible files free less than `need` bytes, they are returned if `partly`,
-    otherwise None is returned. Updates the ranks of files (see `store.ranks`), as part of the
-    transaction of `connection`, and reads only the rows that it chooses, and a few more.
+    left. If all free less than `need` bytes, they are returned if `partly`, otherwise None is.
     """
-    refresh(connection)
-    return _choose(connection, need, partly)
+    update_ranks(connection)
+    return ranked_files(connection, need, partly=partly)
 
 
-def ranked_files(connection: sqlite3.Connection, need: int) -> list[Row] | None:
-    """Choose files as `files_to_evict` does, by the ranks as they are. Writes nothing.
+def ranked_files(
+    connection: sqlite3.Connection, need: int, *, partly: bool = False
+) -> list[Row] | None:
+    """Choose files as `files_to_evict` does, by ranks that are up to date already.
 
-    Files whose ranks are out of date (see `store.ranks`) are not chosen. Returns None if the others
-    together free less than `need` bytes.
+    Writes nothing.
     """
-    return _choose(connection, need, partly=False)
-
-
-def _choose(connection: sqlite3.Connection, need: int, partly: bool) -> list[Row] | None:
     chosen: list[Row] = []
     with closing(_Order(connection)) as order:
         while need > 0:
@@ -196,11 +172,7 @@ def _choose(connection: sqlite3.Connection, need: int, partly: bool) -> list[Row
 
 
 _Key = tuple[int, float, int, int, int]
-"""Sort key of a file in the order of eviction: pinned, negative age, head, negative end, id.
-
-Pinned and head are 0 or 1. Head: the file is the first checkpoint of its path. End: position after
-its last token. Id: that of its index row.
-"""
+"""Place of a file in the order of eviction: pinned, negative age, head, negative end, row id."""
 
 
 class _Order:
@@ -226,7 +198,7 @@ class _Order:
             one.close()
 
     def take(self) -> Row | None:
-        """Return the row of the next file to evict; None if none is left. Removes nothing."""
+        """Return the row of the next file to evict; None if none is left."""
         while self._next is not None and not (self._eligible and self._eligible[0] < self._next):
             heappush(self._eligible, self._key_of_path(self._next))
             self._next = next(self._listed, None)
@@ -251,12 +223,11 @@ class _Order:
         return (self._now - used) / (1 + log2(1 + uses))
 
     def _key_of_path(self, key: _Key) -> _Key:
-        """Return the sort key with which a file takes its place in the order of eviction.
+        """Return the key with which a file takes its place; `key` is that by its own age.
 
-        `key`: the sort key of the file by its own age. It is returned unchanged, except that a
-        checkpoint gets the lowest age of itself and of the later checkpoints on its path. The time
-        of use of a checkpoint is never before those of the later ones, so a later one can have a
-        lower age only by more reuses: only the rows of such ones are read.
+        A checkpoint gets the lowest age of itself and of the later checkpoints on its path. Its
+        time of use is never before theirs, so a later one can have a lower age only by more reuses:
+        only the rows of such ones are read.
         """
         pinned, age, head, end, id = key
         query = "SELECT uses FROM rank WHERE file = ? AND checkpoint AND most > uses"
@@ -283,3 +254,112 @@ class _Order:
             )
             for pinned, used, uses, stop in self._connection.execute(query, (id,)):
                 heappush(self._eligible, (pinned, -self._age(used, uses), 0, -stop, id))
+
+
+def surplus_checkpoints(
+    connection: sqlite3.Connection, namespace: str, ids: Tokens, match: Match, limit: int
+) -> list[Row]:
+    """Choose checkpoints of the path `ids` to remove, because there are more than it may have.
+
+    `limit`: that of the folder, by which `tree.thinning.allowed` gives the bytes that they may
+    take. `match`: the part of `ids` on disk. First in the result come checkpoints beside the path:
+    those at the ends of replies that later prompts do not contain as they were generated, for
+    example because a template leaves out thinking. Then come those on the path that
+    `checkpoints_to_drop` chooses, in order of position.
+
+    Two kinds of checkpoints on the path are never chosen. One kind is the `NEWEST` last ones of any
+    path that contains them: the session of that path may not be recorded yet, because the files of
+    a turn are written first. The other is the last one that each recorded conversation with the
+    same head and first message shares with the path, even a fork that was not continued. Beside the
+    path, those that directly follow one of the second kind are never chosen, nor the `SIDE_KEPT`
+    most recently used.
+    """
+    path = match.checkpoints
+    if not path:
+        return []
+    kv_bytes = sum(row.disk * (b - a) // (row.stop - row.start) for row, a, b in match.cover)
+    size = max(row.disk for row in path)
+    most = allowed(kv_bytes, size, limit) // max(1, size)
+    beside = _beside(connection, path)
+    excess = len(path) + len(beside) - most
+    if excess <= 0:
+        return []
+    last = _last(path, shared_lengths(connection, namespace, ids))
+    gone = [row for row in beside[:-SIDE_KEPT] if row.previous not in last][:excess]
+    positions = [row.start for row in path]
+    parted = {row.start for row in path if len(_followers(connection, row.id)) > 1}
+    drop = checkpoints_to_drop(positions, max(match.length, positions[-1]), most, parted=parted)
+    away = {row.id for row in gone}
+    return gone + [
+        row
+        for row in path
+        if row.start in drop and row.id not in last and not _is_newest(connection, row.id, away)
+    ]
+
+
+def _beside(connection: sqlite3.Connection, path: Sequence[Row]) -> list[Row]:
+    """Return the checkpoints of short side branches of a path, least recently used first.
+
+    They follow one of `path` by less than `SIDE_TOKENS` tokens, and no other follows them.
+    """
+    own = {row.id: row.start for row in path}
+    found: list[Row] = []
+    for id, start in own.items():
+        after = index.rows(connection, "previous = ? AND owner IS NULL", id)
+        near = [row for row in after if row.id not in own and row.start - start < SIDE_TOKENS]
+        found += [row for row in near if not _followers(connection, row.id)]
+    return sorted(found, key=lambda row: (row.used, row.id))
+
+
+def _last(path: Sequence[Row], ends: Sequence[int]) -> set[int]:
+    """Return the row ids of the last checkpoint of `path` at or before each position of `ends`."""
+    before = ([row for row in path if row.start <= end] for end in ends)
+    return {rows[-1].id for rows in before if rows}
+
+
+def checkpoints_over_share(connection: sqlite3.Connection, coming: int, limit: int) -> list[Row]:
+    """Choose checkpoints to remove so that another of `coming` bytes fits into their share.
+
+    The share is `BUDGET_SHARE` of the folder's `limit`. The least recently used are chosen first; a
+    checkpoint counts as used whenever a later one on its path was. Of equally old ones, those
+    between a path's first and last are chosen first, then the last, then the first, which new
+    conversations share. Pinned ones are chosen only when no others are left.
+    """
+    need = read_totals(connection, CHECKPOINT).disk + coming - int(limit * BUDGET_SHARE)
+    if need <= 0:
+        return []
+    update_ranks(connection)
+    query = (
+        "SELECT file FROM rank WHERE evictable AND checkpoint"
+        " ORDER BY pinned, used, head, last, stop DESC"
+    )
+    chosen: list[Row] = []
+    with closing(connection.execute(query)) as oldest:
+        for (id,) in oldest:
+            chosen += index.rows(connection, "id = ?", id)
+            need -= chosen[-1].disk
+            if need <= 0:
+                break
+    return chosen
+
+
+def _followers(connection: sqlite3.Connection, id: int) -> list[int]:
+    query = "SELECT id FROM file WHERE previous = ?"
+    return [found[0] for found in connection.execute(query, (id,))]
+
+
+def _is_newest(connection: sqlite3.Connection, id: int, away: Collection[int]) -> bool:
+    """Return whether a checkpoint is one of the last `NEWEST` of any path that contains it.
+
+    Checkpoints with an id in `away` are about to be removed and do not count.
+    """
+    level = [id]
+    for _ in range(NEWEST):
+        after: list[int] = []
+        for each in level:
+            following = [one for one in _followers(connection, each) if one not in away]
+            if not following:
+                return True
+            after += following
+        level = after
+    return False

@@ -1,11 +1,12 @@
-"""Layout of the store folder: paths, sizes, durable writes, and the quarantine."""
+"""Layout of the store folder: paths, sizes, durable writes, quarantine, and the reserve."""
 
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mlxcache.disk_calls import sync
@@ -13,7 +14,6 @@ from mlxcache.private import make_folder
 from mlxcache.store.database import NAME
 
 STORE = "store"
-"""Name of the store folder in the cache folder."""
 
 RUN, CHECKPOINT = "run", "checkpoint"
 KINDS = (RUN, CHECKPOINT)
@@ -23,21 +23,22 @@ WRITE_BYTES = 8 << 20
 """Most bytes written by one call, during which the interpreter's lock is released."""
 
 MOST_QUARANTINED = 8
-"""Most files in the quarantine."""
 
 QUARANTINE_PART = 8
 """Divisor: all but the newest quarantined file take at most 1/QUARANTINE_PART of the byte limit."""
 
+RESERVE_BYTES = 1 << 20
+"""Bytes of the reserve at most; with less free space a disk counts as full."""
+
+SMALL_BYTES, PART = 256 << 10, 32
+"""Bytes of the reserve at least, and the part of the folder's limit that it otherwise has."""
+
+LEAST_BYTES = 96 << 10
+"""Bytes that SQLite needs at least to open the index and delete some rows."""
+
 
 class Folder:
-    """Paths inside one store folder, which only the user can read.
-
-    Files are runs/ab/DIGEST.safetensors and checkpoints/ab/DIGEST.safetensors, where ab is the
-    start of the digest. While being written they are called .OWNER-ID.tmp, in the same folder,
-    where OWNER is the name of the process lock of the store that writes, and ID that of the index
-    row. There are also quarantine/, locks/OWNER, the file reserve, and index.sqlite with its
-    write-ahead log.
-    """
+    """Paths inside one store folder, which only the user can read; see docs/disk-format.md."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -49,53 +50,35 @@ class Folder:
         self.device = 0
 
     def make(self) -> None:
-        """Create the store folder and its subfolders if they are missing. Raises OSError."""
         make_folder(self.path)
         for path in (*self.kinds.values(), self.quarantine, self.locks):
             path.mkdir(mode=0o700, exist_ok=True)
         self.note_device()
 
     def note_device(self) -> None:
-        """Remember the disk that the folder is on, for `may_be_made_again`. Raises OSError."""
         self.device = os.stat(self.path).st_dev
 
     def may_be_made_again(self) -> bool:
-        """Return whether the folder, created again, would be on the disk of `note_device`.
-
-        False while that disk is not mounted. Raises OSError.
-        """
+        """Return whether the folder, created again, would be on the disk of `note_device`."""
         place = self.path
         while not place.exists() and place != place.parent:
             place = place.parent
         return os.stat(place).st_dev == self.device
 
     def file(self, kind: str, digest: bytes) -> Path:
-        """Return the path of the file of `kind` (run or checkpoint) with the digest `digest`."""
         name = digest.hex()
         return self.kinds[kind] / name[:2] / (name + SUFFIX)
 
     def temp(self, kind: str, digest: bytes, owner: str, id: int) -> Path:
-        """Return the path under which a file is written before it gets its final name.
-
-        `owner`: name of the process lock of the writing store. `id`: id of the file's index row.
-        """
         return self.file(kind, digest).with_name(f".{owner}-{id}{TEMP_SUFFIX}")
 
     def files(self) -> Iterator[tuple[str, os.DirEntry[str]]]:
-        """Yield each file in the folders of runs and checkpoints, with its kind.
-
-        Other processes may remove a file at any time.
-        """
         for kind in KINDS:
             for _, entries in self.groups(kind):
                 for entry in entries:
                     yield kind, entry
 
     def groups(self, kind: str) -> Iterator[tuple[str, list[os.DirEntry[str]]]]:
-        """Yield the subfolders of a kind (run or checkpoint), each as (name, files in it).
-
-        A file that lies beside the subfolders is yielded alone, with an empty name.
-        """
         for sub in _entries(self.kinds[kind]):
             if sub.is_dir(follow_symlinks=False):
                 yield sub.name, _entries(Path(sub.path))
@@ -103,10 +86,6 @@ class Folder:
                 yield "", [sub]
 
     def overhead(self) -> int:
-        """Return the bytes on disk of everything except runs and checkpoints.
-
-        That is the index, the file that `Reserve` keeps, folders, quarantine and locks.
-        """
         total = blocks(self.path) + sum(blocks(entry) for entry in _entries(self.path))
         for top in self.kinds.values():
             total += sum(blocks(sub) for sub in _entries(top))
@@ -115,11 +94,6 @@ class Folder:
         return total
 
     def set_aside(self, path: Path, limit: int | None) -> None:
-        """Move a damaged file to quarantine, then trim the quarantine.
-
-        `limit`: bytes that the whole folder may take, or None. The quarantine may take
-        1/`QUARANTINE_PART` of them. Nothing is moved if the file is missing. Raises OSError.
-        """
         with suppress(FileNotFoundError):
             os.rename(path, self.quarantine / f"{time.time_ns()}-{path.name}")
         self.trim_quarantine(None if limit is None else limit // QUARANTINE_PART)
@@ -127,7 +101,7 @@ class Folder:
     def trim_quarantine(self, limit: int | None, *, keep: int = 1) -> None:
         """Remove the oldest quarantined files beyond `limit` bytes or `MOST_QUARANTINED` files.
 
-        `limit`: bytes that the quarantine may take, or None. The newest `keep` files always stay.
+        The newest `keep` files always stay.
         """
         found = self.quarantined()
         total = sum(size for _, size in found)
@@ -139,10 +113,6 @@ class Folder:
             total -= size
 
     def free_quarantine(self, need: int) -> int:
-        """Remove the oldest quarantined files until `need` bytes are freed or none is left.
-
-        Returns the number of bytes freed, which may be less or more than `need`.
-        """
         freed = 0
         for path, size in self.quarantined():
             if freed >= need:
@@ -152,7 +122,6 @@ class Folder:
         return freed
 
     def quarantined(self) -> list[tuple[Path, int]]:
-        """Return the quarantined files with their bytes on disk, oldest first."""
         try:
             found = sorted(self.quarantine.iterdir())
         except FileNotFoundError:
@@ -160,16 +129,13 @@ class Folder:
         return [(path, blocks(path)) for path in found]
 
     def log_bytes(self) -> int:
-        """Return the bytes on disk of the index's write-ahead log; 0 if it is missing."""
         return blocks(self.path / f"{NAME}-wal")
 
     def free(self) -> int:
-        """Return the free bytes of the folder's file system that this user can still write."""
         stat = os.statvfs(self.path)
         return stat.f_bavail * stat.f_frsize
 
     def block_size(self) -> int:
-        """Return the allocation unit of the file system in bytes, at least 4096."""
         return max(4096, os.statvfs(self.path).f_frsize)
 
 
@@ -210,13 +176,12 @@ def write(temp: Path, final: Path, buffers: Sequence[bytes | memoryview]) -> int
 
 
 def remove(path: Path) -> None:
-    """Remove a file if it exists. Raises OSError."""
     with suppress(FileNotFoundError):
         path.unlink()
 
 
 def sync_folder(path: Path) -> None:
-    """Sync a folder, which makes the names of new files in it durable. Raises OSError."""
+    """Sync a folder, which makes the names of new files in it durable."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         sync(fd)
@@ -236,3 +201,69 @@ def _entries(path: Path) -> list[os.DirEntry[str]]:
             return list(entries)
     except FileNotFoundError:
         return []
+
+
+class Reserve:
+    """A file that is removed while the disk is full, so that the index can be changed. Thread-safe.
+
+    SQLite needs space to delete a row: for its log, and for the index of the log. Without a
+    `limit`, as in commands without a server, a reserve is written only after a disk was found full.
+    """
+
+    def __init__(self, folder: Folder, limit: int | None):
+        self._folder = folder
+        self._limited = limit is not None
+        self._size = 0 if limit is None else max(SMALL_BYTES, min(RESERVE_BYTES, limit // PART))
+        self._lock = threading.Lock()
+        self._freeing = 0
+
+    @contextmanager
+    def freeing(self) -> Iterator[bool]:
+        """Remove the reserve for the body of a `with` statement that frees space on a full disk.
+
+        Yields whether the disk is full; otherwise the reserve stays. After the last of several
+        bodies that run at once, it is written again as far as there is space.
+        """
+        with self._lock:
+            self._freeing += 1
+            full = self._give_up()
+        try:
+            yield full
+        finally:
+            with self._lock:
+                self._freeing -= 1
+                if not self._freeing:
+                    self._make()
+
+    def _give_up(self) -> bool:
+        """Remove the reserve and return True if the disk is full; else, or on errors, False."""
+        with suppress(OSError):  # the block says what is wrong with the disk
+            if self._folder.free() < RESERVE_BYTES:
+                if not self._limited:
+                    self._size = min(RESERVE_BYTES, self._held() or SMALL_BYTES)
+                remove(self._folder.reserve)
+                return True
+        return False
+
+    def _held(self) -> int:
+        path = self._folder.reserve
+        return path.stat().st_size if path.exists() else 0
+
+    def _make(self) -> None:
+        """Extend the reserve to its full size, or as far as there is space. Ignores errors."""
+        with suppress(OSError):
+            lacking = self._size - self._held()
+            if lacking < 0 and self._limited:  # of a higher limit
+                os.truncate(self._folder.reserve, self._size)
+            _append(self._folder, max(0, min(lacking, self._folder.free())))
+
+
+def _append(folder: Folder, nbytes: int) -> None:
+    """Append random bytes, which no file system compresses, to the folder's reserve."""
+    fd = os.open(folder.reserve, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    try:
+        view = memoryview(os.urandom(nbytes))
+        while view:
+            view = view[os.write(fd, view) :]
+    finally:
+        os.close(fd)

@@ -11,7 +11,7 @@ class Piece:
     """The tokens [start, end) of a prefix, contained in the file of one run.
 
     The run holds the tokens [first, last). Row `start - first` of each tensor in the file belongs
-    to token `start`. `id`: id of its index row. `nbytes`: size of the file.
+    to token `start`. `id`: id of its index row.
     """
 
     path: Path
@@ -25,10 +25,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A checkpoint on disk: the state after `position` tokens.
-
-    `id`: id of its index row. `nbytes`: size of the file.
-    """
+    """A checkpoint on disk: the state after `position` tokens; `id`: id of its index row."""
 
     path: Path
     id: int
@@ -54,13 +51,9 @@ class Found:
 class StoreStats:
     """Figures of one store folder.
 
-    `limit_bytes`: most bytes that the folder may take, or None. `used_bytes`: disk space of the
-    whole folder, of which `run_bytes`, `checkpoint_bytes` and `pinned_bytes` are that of runs, of
-    checkpoints and of pinned files, and `index_bytes` that of all but runs and checkpoints. `runs`,
-    `checkpoints`, `quarantined`: numbers of files. `tokens`: tokens in all runs. The figures from
-    `written_bytes` to `evicted` count events of this process since it opened the folder: bytes and
-    tokens written, files verified before use, files found damaged, files evicted. `obstacle`: why
-    nothing can be written now, None if something can.
+    `index_bytes`: those of all but runs and checkpoints. `tokens`: tokens in all runs. The figures
+    from `written_bytes` to `evicted` count events of this process since it opened the folder.
+    `obstacle`: why nothing can be written now, None if something can.
     """
 
     limit_bytes: int | None

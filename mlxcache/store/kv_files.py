@@ -20,7 +20,7 @@ from xxhash import xxh3_64
 
 from mlxcache import disk_calls
 from mlxcache.safetensors import Header, Malformed, Place, Tensor, compose, read_header
-from mlxcache.store.digests import BLOCK, DIGEST_BYTES, block_digests, partial_digest
+from mlxcache.store.digests import BLOCK, DIGEST_BYTES, Chain, block_digests, partial_digest
 from mlxcache.store.folder import CHECKPOINT, RUN
 from mlxcache.store.found import Piece
 from mlxcache.store.index import Row
@@ -30,14 +30,9 @@ VERSION = "1"
 _CHECKSUM_BYTES = 8
 
 READ_BYTES = 1 << 20
-"""Most bytes read by one call.
-
-They stay in a processor's cache while they are hashed, during which other threads may have to wait
-for the interpreter's lock.
-"""
+"""Most bytes read by one call: they stay in a processor's cache while they are hashed."""
 
 _CACHED_BYTES = 512 << 10
-"""Bytes that stay in a processor's cache while they are read twice."""
 
 _PAUSE_BYTES, _PAUSE_S = 1 << 20, 50e-6
 """Bytes hashed between two pauses, and seconds of a pause.
@@ -51,119 +46,102 @@ _EXPONENTS = {
     "F32": ("<u4", 0x7F80_0000),
     "F64": ("<u8", 0x7FF0_0000_0000_0000),
 }
-"""Unsigned type and exponent bits by dtype.
-
-All exponent bits set mean NaN or infinity: https://en.wikipedia.org/wiki/IEEE_754.
-"""
+"""Unsigned type and exponent bits by dtype; all exponent bits set mean NaN or infinity."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunHeader:
     """Metadata of a run file.
 
-    The run holds the token ids `tokens` from position `start` on, after the prefix with digest
-    `base`. `header`: the whole header of the file. `checksums`: one per block, 8 bytes each; the
-    last block may be partial. They exclude the tensors named in `late`, those of sliding windows,
-    which have `late_checksums` instead: for a prompt that continues far beyond the run, these
-    tensors are not read.
+    `checksums`: one per block; the last block may be partial. They exclude the tensors named in
+    `late`, those of sliding windows, which have `late_checksums` instead: for a prompt that
+    continues far beyond the run, these tensors are not read.
     """
 
-    header: Header
     namespace: str
     base: bytes
     start: int
     tokens: Tokens
     checksums: tuple[bytes, ...]
-    late: frozenset[str] = frozenset()
-    late_checksums: tuple[bytes, ...] = ()
+    late: frozenset[str]
+    late_checksums: tuple[bytes, ...]
+    places: tuple[Place, ...]
 
     @property
     def digests(self) -> list[bytes]:
-        """Digests of the prefixes that end with each whole block of the run."""
         return block_digests(self.base, self.tokens)
 
     @property
     def digest(self) -> bytes:
-        """Digest of the prefix that ends with the run, which is the name of its file."""
         whole = len(self.tokens) // BLOCK
         return partial_digest([self.base, *self.digests][whole], self.tokens[whole * BLOCK :])
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointHeader:
-    """Metadata of a checkpoint file: the state after `position` tokens with digest `digest`.
+    """Metadata of a checkpoint file.
 
-    `header`: the whole header of the file. `base`: digest of the whole blocks of these tokens.
-    `previous`: digest of the checkpoint that came before this one on its path when this one was
-    written, or empty. `checksum`: checksum of all tensors, 8 bytes.
+    `previous`: digest of the checkpoint that came before it on its path when it was written, or
+    empty.
     """
 
-    header: Header
     namespace: str
     digest: bytes
     base: bytes
     position: int
     previous: bytes
     checksum: bytes
+    places: tuple[Place, ...]
 
 
-def compose_run(run: RunHeader, tensors: Sequence[Tensor]) -> bytes:
-    """Return the bytes of a run file that precede its tensor data.
-
-    `run.header` is ignored.
-    """
+def compose_run(
+    chain: Chain, start: int, stop: int, tensors: Sequence[Tensor], late: frozenset[str]
+) -> bytes:
+    sums, late_sums = (
+        block_checksums([t.bytes for t in tensors if (t.name in late) is is_late], stop - start)
+        for is_late in (False, True)
+    )
     metadata = {
         "format": f"mlxcache-{RUN}",
         "version": VERSION,
-        "namespace": run.namespace,
-        "base": run.base.hex(),
-        "start": str(run.start),
-        "tokens": base64.b64encode(run.tokens.tobytes()).decode(),
-        "checksums": b"".join(run.checksums).hex(),
-        "late": " ".join(sorted(run.late)),
-        "late_checksums": b"".join(run.late_checksums).hex(),
+        "namespace": chain.namespace,
+        "base": chain.whole[start // BLOCK].hex(),
+        "start": str(start),
+        "tokens": base64.b64encode(chain.ids[start:stop].tobytes()).decode(),
+        "checksums": b"".join(sums).hex(),
+        "late": " ".join(sorted(late)),
+        "late_checksums": b"".join(late_sums).hex() if late else "",
     }
     return compose(metadata, tensors)
 
 
-def compose_checkpoint(checkpoint: CheckpointHeader, tensors: Sequence[Tensor]) -> bytes:
-    """Return the bytes of a checkpoint file that precede its tensor data.
-
-    `checkpoint.header` is ignored.
-    """
+def compose_checkpoint(chain: Chain, previous: bytes, tensors: Sequence[Tensor]) -> bytes:
+    position = len(chain.ids)
     metadata = {
         "format": f"mlxcache-{CHECKPOINT}",
         "version": VERSION,
-        "namespace": checkpoint.namespace,
-        "digest": checkpoint.digest.hex(),
-        "base": checkpoint.base.hex(),
-        "position": str(checkpoint.position),
-        "previous": checkpoint.previous.hex(),
-        "checksum": checkpoint.checksum.hex(),
+        "namespace": chain.namespace,
+        "digest": chain.at(position).hex(),
+        "base": chain.whole[position // BLOCK].hex(),
+        "position": str(position),
+        "previous": previous.hex(),
+        "checksum": checksum_of([tensor.bytes for tensor in tensors]).hex(),
     }
     return compose(metadata, tensors)
 
 
 def read_run(fd: int) -> RunHeader:
-    """Read the header of an open run file and check it for consistency.
-
-    Raises Malformed if the file is not a run of this format, and OSError.
-    """
     return run_of(read_header(fd))
 
 
 def run_of(header: Header) -> RunHeader:
-    """Return the metadata in the header of a run file, checked for consistency.
-
-    Raises Malformed if the file is not a run of this format.
-    """
+    """Return the metadata in the header of a run file, checked. Raises Malformed."""
     try:
         _expect(header, RUN)
         words = header.metadata
         tokens = ids_of_bytes(base64.b64decode(words["tokens"], validate=True))
         sums, late = _sums(words["checksums"]), _sums(words["late_checksums"])
         run = RunHeader(
-            header,
             words["namespace"],
             bytes.fromhex(words["base"]),
             int(words["start"]),
@@ -171,6 +149,7 @@ def run_of(header: Header) -> RunHeader:
             sums,
             frozenset(words["late"].split()),
             late,
+            header.places,
         )
     except (KeyError, ValueError, binascii.Error) as error:
         raise Malformed(f"its metadata is not that of a run ({error})") from error
@@ -189,29 +168,22 @@ def _sums(text: str) -> tuple[bytes, ...]:
 
 
 def read_checkpoint(fd: int) -> CheckpointHeader:
-    """Read the header of an open checkpoint file and check it for consistency.
-
-    Raises Malformed if the file is not a checkpoint of this format, and OSError.
-    """
     return checkpoint_of(read_header(fd))
 
 
 def checkpoint_of(header: Header) -> CheckpointHeader:
-    """Return the metadata in the header of a checkpoint file, checked for consistency.
-
-    Raises Malformed if the file is not a checkpoint of this format.
-    """
+    """Return the metadata in the header of a checkpoint file, checked. Raises Malformed."""
     try:
         _expect(header, CHECKPOINT)
         words = header.metadata
         checkpoint = CheckpointHeader(
-            header,
             words["namespace"],
             bytes.fromhex(words["digest"]),
             bytes.fromhex(words["base"]),
             int(words["position"]),
             bytes.fromhex(words["previous"]),
             bytes.fromhex(words["checksum"]),
+            header.places,
         )
     except (KeyError, ValueError) as error:
         raise Malformed(f"its metadata is not that of a checkpoint ({error})") from error
@@ -229,10 +201,9 @@ def _expect(header: Header, kind: str) -> None:
 def block_checksums(buffers: Sequence[memoryview], tokens: int) -> list[bytes]:
     """Compute the xxh3-64 checksum of each block of 64 tokens; the last block may be partial.
 
-    `buffers`: the bytes of one tensor each, whose first axis is the tokens. `tokens`: length of
-    that axis. xxhash does not release the interpreter's lock for inputs as small as a block, so
-    this function pauses after every MiB. Without pauses the MLX thread would wait 5 ms each time it
-    needs the lock.
+    `buffers`: the bytes of one tensor each, whose first axis is the tokens. xxhash does not release
+    the interpreter's lock for inputs as small as a block, so this function pauses after every MiB.
+    Without pauses the MLX thread would wait 5 ms each time it needs the lock.
     """
     found, hashed = [], 0
     for first in range(0, tokens, BLOCK):
@@ -250,7 +221,6 @@ def block_checksums(buffers: Sequence[memoryview], tokens: int) -> list[bytes]:
 
 
 def checksum_of(buffers: Sequence[memoryview]) -> bytes:
-    """Compute the xxh3-64 checksum over all of `buffers`, in order."""
     state = xxh3_64()
     for buffer in buffers:
         state.update(buffer)
@@ -260,12 +230,7 @@ def checksum_of(buffers: Sequence[memoryview]) -> bytes:
 def file_block_checksums(
     fd: int, places: Iterable[Place], tokens: int, blocks: range
 ) -> list[bytes]:
-    """Compute the checksums of the blocks with indices `blocks` of an open run file.
-
-    `tokens`: number of tokens of the run. Each checksum is the xxh3-64 over the tensors `places`,
-    whose first axis is the tokens. Raises Malformed if the file ends early or a tensor has another
-    first axis, and OSError.
-    """
+    """Compute the checksums of the blocks with indices `blocks` over some tensors of a run file."""
     states = [xxh3_64() for _ in blocks]
     first, last = blocks.start * BLOCK, min(blocks.stop * BLOCK, tokens)
     ranges, sizes = [], []
@@ -280,13 +245,9 @@ def file_block_checksums(
     return [state.digest() for state in states]
 
 
-def file_checksum(fd: int, header: Header) -> bytes:
-    """Compute the xxh3-64 checksum over all tensors of an open file.
-
-    Raises Malformed if the file ends early, and OSError.
-    """
+def file_checksum(fd: int, places: Sequence[Place]) -> bytes:
     state = xxh3_64()
-    for _, _, view in _parts(fd, [(p.offset, p.offset + p.nbytes) for p in header.places]):
+    for _, _, view in _parts(fd, [(p.offset, p.offset + p.nbytes) for p in places]):
         state.update(view)
     return state.digest()
 
@@ -294,8 +255,7 @@ def file_checksum(fd: int, header: Header) -> bytes:
 def update_blocks(states: list[xxh3_64], size: int, at: int, view: memoryview) -> None:
     """Update the hash states of consecutive blocks with the bytes of `view`.
 
-    `states`: one per block. `size`: bytes of a block. `at`: offset in bytes of `view` from the
-    start of the first block.
+    `size`: bytes of a block. `at`: offset in bytes of `view` from the start of the first block.
     """
     done = 0
     while done < len(view):
@@ -331,7 +291,7 @@ def _parts(fd: int, ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, in
 def read_range(fd: int, at: int, into: memoryview) -> None:
     """Read the bytes from offset `at` of an open file into the whole of `into`.
 
-    Raises Malformed if the file ends early, and OSError.
+    Raises Malformed.
     """
     file = io.FileIO(fd, closefd=False)
     file.seek(at)
@@ -348,10 +308,8 @@ def check_run(
 ) -> None:
     """Check that an open run file contains the KV of `ids` that `piece` describes.
 
-    `ids`: the prompt's token ids, from token 0. `base`: digest of the prefix before the run.
-    Compares the namespace, the positions of the run, the token ids of `piece`, and the checksums of
-    its blocks. Unless `late`, the tensors of sliding windows are not read. Raises Malformed if
-    something differs, and OSError.
+    `base`: digest of the prefix before the run. Unless `late`, the tensors of sliding windows are
+    not read. Raises Malformed and OSError.
     """
     content = read_run(fd)
     if content.namespace != namespace or content.base != base:
@@ -366,26 +324,19 @@ def check_run(
 
 
 def check_checkpoint(fd: int, namespace: str, digest: bytes, position: int) -> None:
-    """Check that an open checkpoint file holds the state after `position` tokens.
-
-    `digest`: digest of these tokens. Raises Malformed if it holds another one or is damaged, and
-    OSError.
-    """
+    """Raise Malformed unless an open checkpoint file holds the state after `position` tokens."""
     disk_calls.read_ahead(fd)
     content = read_checkpoint(fd)
     if content.namespace != namespace or content.digest != digest:
         raise Malformed("it belongs to another prefix")
     if content.position != position:
         raise Malformed("it holds another position")
-    if file_checksum(fd, content.header) != content.checksum:
+    if file_checksum(fd, content.places) != content.checksum:
         raise Malformed("its checksum is wrong")
 
 
 def check_whole(path: Path, row: Row) -> None:
-    """Check a whole file of any namespace against its index row and its checksums.
-
-    Raises Malformed if something differs, and OSError.
-    """
+    """Raise Malformed unless a whole file agrees with its index row and its checksums."""
     with open_file(path) as fd:
         if os.fstat(fd).st_size != row.nbytes:
             raise Malformed("its size differs from that in the index")
@@ -394,25 +345,18 @@ def check_whole(path: Path, row: Row) -> None:
             content = read_run(fd)
             if (content.start, content.digest) != (row.start, row.digest):
                 raise Malformed("it holds another run than its name says")
-            blocks = range(len(content.checksums))
-            _check_blocks(fd, content, blocks, late=True)
+            _check_blocks(fd, content, range(len(content.checksums)), late=True)
         else:
             state = read_checkpoint(fd)
             if (state.position, state.digest) != (row.start, row.digest):
                 raise Malformed("it holds another checkpoint than its name says")
-            if file_checksum(fd, state.header) != state.checksum:
+            if file_checksum(fd, state.places) != state.checksum:
                 raise Malformed("its checksum is wrong")
 
 
 def _check_blocks(fd: int, content: RunHeader, blocks: range, late: bool) -> None:
-    """Raise Malformed unless each block has the checksum that the run's header says.
-
-    `fd`: the open file. `blocks`: indices of the blocks to check. `late`: check the tensors of
-    sliding windows too.
-    """
-    places = content.header.places
     for names_late, sums in ((False, content.checksums), (True, content.late_checksums)):
-        wanted = [place for place in places if (place.name in content.late) is names_late]
+        wanted = [place for place in content.places if (place.name in content.late) is names_late]
         if not names_late or (late and sums):
             found = file_block_checksums(fd, wanted, len(content.tokens), blocks)
             if tuple(found) != sums[blocks.start : blocks.stop]:
@@ -420,20 +364,13 @@ def _check_blocks(fd: int, content: RunHeader, blocks: range, late: bool) -> Non
 
 
 def read_ahead(path: Path, nbytes: int = 0) -> None:
-    """Tell the operating system to read the first `nbytes` bytes of a file, or all, into its cache.
-
-    Does nothing if the file cannot be opened.
-    """
     with suppress(OSError), open_file(path) as fd:
         disk_calls.read_ahead(fd, 0, nbytes)
 
 
 @contextmanager
 def open_file(path: Path, *, links: bool = False) -> Iterator[int]:
-    """Open `path` for reading and yield its descriptor; close it when the block ends.
-
-    `links`: follow a symbolic link. Raises OSError.
-    """
+    """Open `path` for reading in a `with` statement; `links`: follow a symbolic link."""
     fd = os.open(path, os.O_RDONLY | (0 if links else os.O_NOFOLLOW))
     try:
         yield fd
@@ -442,10 +379,7 @@ def open_file(path: Path, *, links: bool = False) -> Iterator[int]:
 
 
 def is_run_finite(path: Path, row: int) -> bool:
-    """Return whether all tensors of a run file are finite from row `row` on.
-
-    Each row belongs to one token of the run. Returns False also if the file cannot be read.
-    """
+    """Return whether a run file can be read, and its tensors are finite from row `row` on."""
     try:
         with open_file(path) as fd:
             return all(is_place_finite(fd, one, row) for one in read_header(fd).places)
@@ -454,7 +388,6 @@ def is_run_finite(path: Path, row: int) -> bool:
 
 
 def is_place_finite(fd: int, place: Place, row: int = 0) -> bool:
-    """Return whether a tensor in the file `fd` is finite from row `row` of its first axis on."""
     if place.dtype not in _EXPONENTS or not place.nbytes:
         return True
     end = place.offset + place.nbytes
@@ -466,10 +399,7 @@ def is_place_finite(fd: int, place: Place, row: int = 0) -> bool:
 
 
 def is_finite(dtype: str, data: memoryview) -> bool:
-    """Return whether no number in `data` is NaN or infinity; integers never are.
-
-    `dtype`: a key of `safetensors.ITEM_BYTES`. `data`: whole numbers as flat bytes, little-endian.
-    """
+    """Return whether no number in `data` is NaN or infinity; integers never are."""
     if dtype not in _EXPONENTS:
         return True
     kind, bits = _EXPONENTS[dtype]

@@ -13,13 +13,10 @@ from mlxcache.types import Tokens
 Kind = Literal["main", "agent"]
 
 SETTLED_TURNS = 8
-"""Turns from which a later conversation with the same head can become the main one.
-
-It must also have more turns than the present main one.
-"""
+"""Turns from which a later conversation with the same head can become the main one."""
 
 TINY_SHARE = 4
-"""Factor by which a first request must be shorter than a later one to count as a side request.
+"""Factor by which a first request must be shorter than a later one to be a side request.
 
 Examples are a request for a title, and a probe.
 """
@@ -45,23 +42,21 @@ class LeafRow:
 class Leaf:
     """One conversation of a session.
 
-    `id`: id of its row. `session`: id of the session. `kind`: main, or agent for a sub-agent.
-    `ids`: newest prompt with its reply, int32, shape (n,); the first `prompt_tokens` are the
-    prompt. `key_tokens`: length of its conversation key, the leading tokens that a prompt must
-    share to continue it. `turns`: number of finished requests. `last_used_at`: seconds since 1970.
-    `replies`: keys of the replies in it, in order (see `ReplyRow.key`); None if an earlier version
-    of mlxcache wrote the leaf.
+    `ids`: newest prompt with its reply; the first `prompt_tokens` are the prompt. `key_tokens`:
+    length of its conversation key, the leading tokens that a prompt must share to continue it.
+    `turns`: number of finished requests. `replies`: keys of the replies in it, in order (see
+    `ReplyRow.key`).
     """
 
-    id: int
-    session: str
-    kind: Kind
     ids: Tokens
-    prompt_tokens: int
-    key_tokens: int
-    turns: int
-    last_used_at: float
-    replies: tuple[bytes, ...] | None = None
+    kind: Kind = "main"
+    prompt_tokens: int = 0
+    key_tokens: int = 0
+    turns: int = 0
+    last_used_at: float = 0.0
+    replies: tuple[bytes, ...] = ()
+    id: int = 0
+    session: str = ""
 
 
 def conversation_key_tokens(marks: Sequence[int], prompt_tokens: int) -> int:
@@ -70,13 +65,12 @@ def conversation_key_tokens(marks: Sequence[int], prompt_tokens: int) -> int:
     The key is the leading part of a prompt that distinguishes its conversation from all others. The
     head (tools and system prompt, up to the first mark) can be the same in many conversations, but
     not the first message, which ends at the second mark. A prompt with a single mark has no head.
-    `marks`: see `Prompt`. Without marks, all `prompt_tokens` tokens of the prompt are the key.
+    `marks`: see `Prompt`. Without marks, all of the prompt is the key.
     """
     return next(iter(marks[1:2] or marks[:1]), prompt_tokens)
 
 
 def digest_of(ids: Tokens) -> bytes:
-    """Return the BLAKE2b digest of exactly these tokens, 16 bytes."""
     return hashlib.blake2b(ids.tobytes(), digest_size=16).digest()
 
 
@@ -96,11 +90,10 @@ def digests_at(ids: Tokens, lengths: Iterable[int]) -> dict[int, bytes]:
 def find_continued(ids: Tokens, leaves: Iterable[Leaf]) -> Leaf | None:
     """Find the leaf that a request with token ids `ids` continues, or None.
 
-    A leaf is considered if `ids` begins with the leaf's conversation key, its first `key_tokens`
-    tokens. Among those, the leaf with the longest common prefix with `ids` is chosen. If several
-    share as much, a leaf of which `ids` contains all tokens is preferred: after a fork, a request
-    without the later turns of the original continues the fork. After that, the leaf with the lowest
-    id is chosen.
+    A leaf is considered if `ids` begins with its conversation key. Among those, the leaf with the
+    longest common prefix with `ids` is chosen. If several share as much, a leaf of which `ids`
+    contains all tokens is preferred: after a fork, a request without the later turns of the
+    original continues the fork. After that, the leaf with the lowest id is chosen.
     """
     best, rank = None, (0, False, 0)
     for leaf in leaves:
@@ -116,11 +109,9 @@ def find_reworded(
 ) -> Leaf | None:
     """Find the leaf that a request continues after its client changed the first message, or None.
 
-    `ids`: token ids of the request, of which the first `prompt_tokens` are the prompt. `leaves`:
-    those of sessions whose user typed the same first words. The first `head` token ids (tools and
-    system prompt) must be the same, and the request's prompt must have more tokens than the leaf's
-    prompt. Among such leaves, the one with the longest common prefix is chosen. Returns None if
-    `head` is 0.
+    `leaves`: those of sessions whose user typed the same first words. The first `head` token ids
+    (tools and system prompt) must be the same, and the request's prompt must have more tokens than
+    the leaf's prompt. Among such leaves, the one with the longest common prefix is chosen.
     """
     found = [
         (shared, leaf.id, leaf)
@@ -136,11 +127,11 @@ def becomes_main(
 ) -> bool:
     """Return whether a conversation of `tokens` tokens becomes its session's main one.
 
-    The present main conversation has `main_turns` turns and `main_tokens` tokens. If it has one
-    turn at most and less than a quarter of `tokens`, it was a side request, such as one for a
-    title, and is replaced. Otherwise it is replaced only if the new one has the same tools and
-    system prompt (`same_head`), and is older or has enough turns (`settled`), as after an agent has
-    compacted its history. Both the table of sessions and eviction in RAM use this rule.
+    If the present main conversation has one turn at most and less than a quarter of `tokens`, it
+    was a side request, such as one for a title, and is replaced. Otherwise it is replaced only if
+    the new one has the same tools and system prompt (`same_head`), and is older or has enough turns
+    (`settled`), as after an agent has compacted its history. Both the table of sessions and
+    eviction in RAM use this rule.
     """
     if main_turns <= 1 and main_tokens * TINY_SHARE < tokens:
         return True
@@ -151,10 +142,8 @@ def replaces_main(leaf: Leaf, main: Leaf, head: int, *, first: bool = False) -> 
     """Return whether `leaf`, just used, replaces `main` as its session's main conversation.
 
     It does if `first`: the leaf is the oldest of the session, and its prompt became longer, so it
-    was no side request. It does if `main` was a side request; see `becomes_main`. Otherwise it does
-    only if both begin with the same `head` tokens (tools and system prompt; not if `head` is 0),
-    and either `leaf` is the older one, so that `main` was only a sub-agent, or `leaf` has at least
-    `SETTLED_TURNS` turns and more than `main`, as after an agent has compacted its history.
+    was no side request. Otherwise see `becomes_main`; `head`: number of tokens of tools and system
+    prompt.
     """
     if first:
         return True

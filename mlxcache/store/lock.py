@@ -22,21 +22,17 @@ from typing import Any
 
 from mlxcache.errors import StoreError
 from mlxcache.private import make_folder
+from mlxcache.store.database import store_errors
 from mlxcache.store.folder import STORE, Folder, remove
 
 
 class InUse(StoreError):
-    """Error raised if the cache folder is locked by another process.
-
-    A running server excludes commands that change the folder, and such a command excludes servers
-    and other such commands.
-    """
+    """Error raised if the cache folder is locked by a server, or by a command that changes it."""
 
 
 NAME = "serving.lock"
 NOTES = "serving"
 NOTE = "[0-9]*-*.json"
-"""Pattern of the names of note files in the folder `NOTES`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +57,10 @@ class Serving:
 def serving(
     cache_dir: Path, url: str, model: str, models: Sequence[str] = (), names: Sequence[str] = ()
 ) -> Iterator[str]:
-    """Context manager: hold the shared lock of a server, and publish its address.
+    """Context manager: hold the shared lock of a server, and publish it as a `Serving`.
 
-    `model`, `models` and `names` are published with it, as in `Serving`. Yields the server's id.
-    Raises InUse while a command changes the folder, and StoreError if the folder cannot be written.
+    Yields the server's id. Raises InUse while a command changes the folder, and StoreError if the
+    folder cannot be written.
     """
     with _locked(cache_dir, fcntl.LOCK_SH) as free:
         if not free:
@@ -73,7 +69,7 @@ def serving(
                 "with --cache-dir DIR."
             )
         notes = cache_dir / NOTES
-        with _folder_errors(cache_dir):
+        with store_errors(cache_dir):
             notes.mkdir(mode=0o700, exist_ok=True)
             with opening_lock(notes):
                 for note in notes.glob(NOTE):
@@ -81,7 +77,7 @@ def serving(
                         note.unlink(missing_ok=True)
                 lock = ProcessLock(notes, ".json")
         try:
-            with _folder_errors(cache_dir):
+            with store_errors(cache_dir):
                 folder = os.stat(cache_dir).st_ino
                 mine = (lock.name, folder, os.getpid(), url, model, tuple(models), tuple(names))
                 text = json.dumps(asdict(Serving(*mine)))
@@ -101,8 +97,7 @@ def serving(
 def exclusive_lock(cache_dir: Path) -> Iterator[None]:
     """Context manager: hold the exclusive lock of a command that changes the folder.
 
-    Raises InUse while servers run, with their addresses in its message, or while another command
-    holds the lock, and StoreError if the folder cannot be locked.
+    Raises InUse, with the addresses of servers that run, or StoreError.
     """
     with _locked(cache_dir, fcntl.LOCK_EX) as free:
         if not free:
@@ -136,24 +131,22 @@ def servers(cache_dir: Path) -> list[Serving]:
 
 
 def is_running(pid: int) -> bool:
-    """Return whether a process with id `pid` exists, including those of other users."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
     except PermissionError:
-        return True
+        pass
     return True
 
 
 @contextmanager
 def _locked(cache_dir: Path, kind: int) -> Iterator[bool]:
-    """Try to hold `serving.lock` inside the block, and yield whether it could be taken.
+    """Try to hold `serving.lock` inside the block; yield whether it could be taken.
 
-    `kind`: `fcntl.LOCK_SH` or `LOCK_EX`. Does not block: False is yielded if another process holds
-    the lock. Raises StoreError if the folder cannot be locked for another reason.
+    Does not block.
     """
-    with _folder_errors(cache_dir):
+    with store_errors(cache_dir):
         make_folder(cache_dir)
         fd = os.open(cache_dir / NAME, os.O_RDWR | os.O_CREAT, 0o600)
     try:
@@ -169,26 +162,14 @@ def _locked(cache_dir: Path, kind: int) -> Iterator[bool]:
         os.close(fd)
 
 
-@contextmanager
-def _folder_errors(cache_dir: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise StoreError(f"{error.filename or cache_dir}: {error.strerror}.") from error
-
-
 _TRIES, _PAUSE_S = 20, 0.01
-"""Tries to take a lock, and seconds between them.
-
-A process that has ended may hold its lock for a moment longer.
-"""
+"""Tries to take a lock, and seconds between them: an ended process may hold it a moment longer."""
 
 
 class ProcessLock:
     """Lock file of one open store or server: while it is locked, the store is open.
 
-    Its `name` marks the files that the store is writing. The operating system releases the lock
-    when the process ends for any reason.
+    Its `name` marks the files that the store is writing.
     """
 
     def __init__(self, folder: Path, suffix: str = ""):
@@ -202,7 +183,6 @@ class ProcessLock:
         fcntl.flock(self._fd, fcntl.LOCK_EX)
 
     def release(self) -> None:
-        """Remove and release the lock. Idempotent."""
         if self._fd >= 0:
             with suppress(OSError):  # the disk may be read-only or gone
                 remove(self.path)
@@ -246,10 +226,7 @@ def _free(fd: int) -> bool:
 
 
 def _exists(name: str) -> bool:
-    """Return whether the process whose id is in a lock's name exists.
-
-    It returns False for a process that is invisible here, such as one of another container.
-    """
+    """Return whether the process named in a lock exists; False for one of another container."""
     try:
         return is_running(int(name.partition("-")[0]))
     except (ValueError, OverflowError):
@@ -258,10 +235,7 @@ def _exists(name: str) -> bool:
 
 @contextmanager
 def opening_lock(folder: Path) -> Iterator[None]:
-    """Hold the lock under which one process at a time adds and removes lock files in `folder`.
-
-    Blocks. Raises OSError.
-    """
+    """Hold the lock under which one process at a time adds and removes lock files in `folder`."""
     fd = os.open(folder / "open.lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)

@@ -14,9 +14,7 @@ _PART = re.compile(rf"(.+)\.({'|'.join(get_args(Mode))})\.(\d{{1,4}})of(\d{{1,4}
 class PartName(NamedTuple):
     """Namespace of the part of a model's KV that one rank has.
 
-    `whole`: namespace of the whole model, as one process has it. `mode`: "tensor" if each layer is
-    divided among all ranks, "pipeline" if each rank has some of the layers. `rank`: number of the
-    rank, from 0. `size`: number of ranks.
+    `whole`: namespace of the whole model, as one process has it.
     """
 
     whole: str
@@ -26,7 +24,6 @@ class PartName(NamedTuple):
 
     @property
     def namespace(self) -> str:
-        """The namespace as text."""
         return f"{self.whole}.{self.mode}.{self.rank}of{self.size}"
 
 
@@ -40,10 +37,7 @@ def read_part_name(namespace: str) -> PartName | None:
 
 
 def other_parts(namespace: str) -> list[str]:
-    """Return the namespaces of the other ranks' parts of the same division of the same model.
-
-    Empty for the namespace of a whole model.
-    """
+    """Return the namespaces of the other ranks' parts of the same division of the same model."""
     part = read_part_name(namespace)
     if part is None:
         return []

@@ -1,4 +1,4 @@
-"""Recovery of a store folder after a kill, a damaged index, or the removal of the folder."""
+"""Opening of a store folder, and its recovery after a kill, damage or removal."""
 
 from __future__ import annotations
 
@@ -8,31 +8,32 @@ import sqlite3
 import threading
 import time
 from contextlib import closing, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from errno import EACCES, EROFS
 from pathlib import Path
 
 from mlxcache.errors import StoreError, Vanished
 from mlxcache.safetensors import Malformed
-from mlxcache.store import index, ranks
+from mlxcache.store import index
 from mlxcache.store.context import StoreContext
-from mlxcache.store.database import Database, connect_read_only, store_errors
+from mlxcache.store.database import Database, connect_read_only, primary_code, store_errors
 from mlxcache.store.digests import block_digests, root_digest
-from mlxcache.store.eviction import TOKEN_BYTES, files_to_evict, ranked_files
+from mlxcache.store.eviction import TOKEN_BYTES, Space, files_to_evict, ranked_files
 from mlxcache.store.folder import (
     CHECKPOINT,
     KINDS,
+    LEAST_BYTES,
     RUN,
+    SMALL_BYTES,
     SUFFIX,
     TEMP_SUFFIX,
     Folder,
+    Reserve,
     remove,
 )
-from mlxcache.store.index import Row
+from mlxcache.store.index import Row, read_total
 from mlxcache.store.kv_files import open_file, read_checkpoint, read_run
-from mlxcache.store.lock import is_alive, opening_lock
-from mlxcache.store.reserve import LEAST_BYTES, SMALL_BYTES
-from mlxcache.store.totals import read_total
+from mlxcache.store.lock import NoLock, ProcessLock, is_alive, opening_lock
 from mlxcache.types import NO_TOKENS, Tokens
 
 log = logging.getLogger(__name__)
@@ -42,25 +43,13 @@ _ROW_BYTES = 2048
 """Most bytes that each of many new rows adds to the index and its log, besides token ids."""
 
 SMALL_INDEX = 64 << 20
-"""Bytes below which a start checks the index whole, which takes a second for each 64 MiB.
-
-In a larger one it does not compare the SQL indexes with their tables.
-"""
+"""Bytes below which a start checks the index whole, which takes a second for each 64 MiB."""
 
 MANY_FILES = 100_000
-"""Most files whose sizes a start compares with the index; with more files it compares none.
-
-Comparing so many takes a second on a busy disk.
-"""
-
-PROGRESS_S = 5.0
-"""Seconds between two log lines of a long start."""
+"""Most files whose sizes a start compares with the index: so many take a second."""
 
 MISSING_S = 1.0
-"""Seconds that a folder must be missing before it is created again.
-
-In this time, a command that is removing the folder can finish.
-"""
+"""Seconds that a folder must be missing before it is created again: its removal may go on."""
 
 _NOT_DAMAGED = (
     sqlite3.SQLITE_PERM,
@@ -72,7 +61,6 @@ _NOT_DAMAGED = (
     sqlite3.SQLITE_FULL,
     sqlite3.SQLITE_CANTOPEN,
 )
-"""SQLite errors of an unusable disk; any other error means a damaged index."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,8 +68,7 @@ class _Stray:
     """A file without an index row, with the row and token ids that can be made from its header.
 
     `previous`: digest of the checkpoint before it, or empty. `digests`: digests after each whole
-    block of a run. `rooted`: the file needs no other run, because it starts at token 0 or is a
-    checkpoint.
+    block of a run. `rooted`: the file needs no other run.
     """
 
     row: Row
@@ -92,11 +79,52 @@ class _Stray:
     rooted: bool
 
 
+def open_folder(space: Space, *, reading: bool) -> StoreContext:
+    folder = space.folder
+    with store_errors(folder.path):
+        why = find_obstacle(folder)
+        if reading and why is None and folder.index.exists() and folder.free() < LEAST_BYTES:
+            why = f"The disk of {folder.path} is full."
+        return _open_writable(space) if why is None else _open_read_only(space, why)
+
+
+def _open_writable(space: Space) -> StoreContext:
+    folder, reserve = space.folder, Reserve(space.folder, space.limit)
+    folder.make()
+    with reserve.freeing(), opening_lock(folder.path):
+        free_least(folder)
+        lock = ProcessLock(folder.locks)
+        try:
+            database = open_database(folder, space.limit)
+            context = StoreContext(folder, database, lock, space, reserve)
+            recover(context)
+            with database.read() as connection:
+                context.resume_clock(index.latest_use(connection))
+            if space.limit is not None:
+                with database.write() as connection:
+                    context.count("evicted", len(space.shrink(connection, space.limit)))
+            database.check_before(StoreReopener(context))
+        except BaseException:
+            lock.release()
+            raise
+    return context
+
+
+def _open_read_only(space: Space, why: str) -> StoreContext:
+    folder = space.folder
+    folder.note_device()
+    database = open_copy(folder, why)
+    context = StoreContext(folder, database, NoLock(), space, Reserve(folder, space.limit))
+    with database.read() as connection:
+        context.resume_clock(index.latest_use(connection))
+    database.check_before(StoreReopener(context))
+    return context
+
+
 def open_database(folder: Folder, limit: int | None) -> Database:
     """Open the index of `folder` and check it.
 
-    A damaged index is moved to quarantine, and an empty one is created. `limit`: limit of the
-    folder in bytes, for the quarantine. Raises StoreError.
+    A damaged index is moved to quarantine, and an empty one is created. Raises StoreError.
     """
     if not folder.index.exists():
         _remove_logs(folder)
@@ -108,7 +136,7 @@ def open_database(folder: Folder, limit: int | None) -> Database:
     except StoreError as error:
         if not isinstance(error.__cause__, sqlite3.Error):
             raise
-        if getattr(error.__cause__, "sqlite_errorcode", 0) & 0xFF in _NOT_DAMAGED:
+        if primary_code(error.__cause__) in _NOT_DAMAGED:
             raise
         log.warning(
             "index %s is damaged, rebuilding it from the files, without sessions and pins: %s",
@@ -132,7 +160,7 @@ def open_copy(folder: Folder, why: str) -> Database:
                 (version,) = connection.execute("PRAGMA user_version").fetchone()
             if version > SCHEMA_VERSION:
                 raise _newer(folder)
-            database.create(index.SCHEMA, index.complete)
+            database.create(index.SCHEMA)
         except BaseException:
             database.close()
             raise
@@ -154,8 +182,8 @@ def free_least(folder: Folder) -> None:
     """Remove files until the index can be opened for writing, if the disk is full.
 
     Quarantined files come first, then runs and checkpoints in the order of eviction, which is read
-    from the index; their rows stay until `recover` removes them. Without an index, or if it is
-    damaged, only quarantined files are removed. Raises OSError if a file cannot be removed.
+    from the index; their rows stay until `recover` removes them. Raises OSError if a file cannot be
+    removed.
     """
     free = folder.free()
     if free >= LEAST_BYTES:
@@ -168,17 +196,12 @@ def free_least(folder: Folder) -> None:
 
 
 def _least_used(folder: Folder, need: int) -> list[Row]:
-    """Return the rows of the files to evict to free `need` bytes, in order.
+    """Return the rows of the files to evict to free `need` bytes, or of all if they free less.
 
-    If evicting all files frees less, all that can be evicted are returned. The index is not
-    written: if its ranks are missing or out of date, it is copied to memory, where they are
+    The index is not written: if its ranks are out of date, it is copied to memory, where they are
     updated. Raises StoreError.
     """
-    with (
-        store_errors(folder.index),
-        closing(connect_read_only(folder.index)) as connection,
-        suppress(sqlite3.OperationalError),  # no ranks: made by an earlier version
-    ):
+    with store_errors(folder.index), closing(connect_read_only(folder.index)) as connection:
         connection.execute("BEGIN")
         found = ranked_files(connection, need)
         if found is not None:
@@ -188,45 +211,21 @@ def _least_used(folder: Folder, need: int) -> list[Row]:
 
 
 def recover(context: StoreContext) -> None:
-    """Make index and files agree again.
-
-    Removes lock files, temporary files and unfinished files of processes that have ended, and rows
-    without a file, and adds rows for complete files that have none. Raises StoreError.
-    """
+    """Make index and files agree again, after kills, and after changes of the folder by hand."""
     with store_errors(context.folder.path):
         for lock in list(context.folder.locks.iterdir()):
             if not is_alive(context.folder.locks, lock.name):
                 remove(lock)
         with context.database.write() as connection:
-            _drop_unfinished(context, connection)
-            found = _survey(context, connection)
-            for id, damaged in found.lost:  # and all files that continue it
+            for row in index.rows(connection, "owner IS NOT NULL"):
+                if row.owner is not None and not is_alive(context.folder.locks, row.owner):
+                    context.space.remove(connection, [row])
+            lost, strays = _compare(context, connection)
+            for id, damaged in lost:  # and all files that continue it
                 context.remove_file(id, corrupt=damaged)
-            if found.strays:
-                _adopt_all(context, connection, found.strays)
-                _free_rows(context, connection, found.strays)
-            ranks.refresh(connection, _Progress(context.folder.index))
-
-
-class _Progress:
-    """Progress of `ranks.refresh`, as a log line every `PROGRESS_S` seconds.
-
-    `refresh` takes longer than that only for an index of an earlier version, whose files have no
-    ranks yet. `path`: that of the index, for the log.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._next = time.monotonic() + PROGRESS_S
-
-    def __call__(self, done: int, total: int) -> None:
-        if done % 1000 == 0 and time.monotonic() >= self._next:
-            self._next += PROGRESS_S
-            log.info(
-                "index %s is being updated before it is used: %d of %d files put in the order of "
-                "eviction",
-                *(self._path, done, total),
-            )
+            if strays:
+                _adopt_all(context, connection, strays)
+            index.update_ranks(connection)
 
 
 def _newer(folder: Folder) -> StoreError:
@@ -251,10 +250,10 @@ def _open(folder: Folder) -> Database:
             (verdict,) = connection.execute(f"PRAGMA {check}(1)").fetchone()
             if verdict != "ok":
                 raise sqlite3.DatabaseError(verdict)
-        database.create(index.SCHEMA, index.complete)
-        with database.read() as connection:
-            if not index.shapes() <= set(connection.execute(index.SHAPES)):
+            shapes = set(connection.execute(index.SHAPES))
+            if shapes and not index.shapes() <= shapes:
                 raise sqlite3.DatabaseError("its tables are not those of this version")
+        database.create(index.SCHEMA)
     except BaseException:
         database.close()
         raise
@@ -264,8 +263,8 @@ def _open(folder: Folder) -> Database:
 def _of_no_version(path: Path) -> bool:
     """Return whether the file's header has a format version that no SQLite release writes.
 
-    SQLite assumes that such a file was written by a later version, and opens it read-only or not at
-    all. Source: https://sqlite.org/fileformat.html#file_format_version_numbers
+    SQLite would open it read-only or not at all. Source:
+    https://sqlite.org/fileformat.html#file_format_version_numbers
     """
     try:
         with path.open("rb") as file:
@@ -280,34 +279,18 @@ def _remove_logs(folder: Folder) -> None:
         remove(folder.index.with_name(folder.index.name + suffix))
 
 
-def _drop_unfinished(context: StoreContext, connection: sqlite3.Connection) -> None:
-    """Remove files that processes were writing when they ended, and their rows."""
-    for row in index.rows(connection, "owner IS NOT NULL"):
-        assert row.owner is not None
-        if not is_alive(context.folder.locks, row.owner):
-            remove(context.folder.file(row.kind, row.digest))
-            index.delete(connection, row)
-
-
-@dataclass(slots=True)
-class _Survey:
-    """Differences between the index and the files of the folder.
-
-    `lost`: id of each row whose file is missing (with False) or has another size (with True).
-    `strays`: kind and path of each file without a row.
-    """
-
-    lost: list[tuple[int, bool]] = field(default_factory=list)
-    strays: list[tuple[str, Path]] = field(default_factory=list)
-
-
-def _survey(context: StoreContext, connection: sqlite3.Connection) -> _Survey:
+def _compare(
+    context: StoreContext, connection: sqlite3.Connection
+) -> tuple[list[tuple[int, bool]], list[tuple[str, Path]]]:
     """Compare the files of the folder with the index.
 
-    Removes temporary files of processes that have ended. Sizes of more than `MANY_FILES` files are
-    not compared; a file of another size is found damaged when it is read.
+    Returns the id of each row whose file is missing (with False) or has another size (with True),
+    and kind and path of each file without a row. Removes temporary files of processes that have
+    ended. Sizes of more than `MANY_FILES` files are not compared; a file of another size is found
+    damaged when it is read.
     """
-    found = _Survey()
+    lost: list[tuple[int, bool]] = []
+    strays: list[tuple[str, Path]] = []
     sizes = read_total(connection).files <= MANY_FILES
     for kind in KINDS:
         query = "SELECT lower(hex(digest)) || ?, id FROM file WHERE kind = ?"
@@ -318,19 +301,23 @@ def _survey(context: StoreContext, connection: sqlite3.Connection) -> _Survey:
                 if name in known and name.startswith(group):
                     id = known.pop(name)
                     if sizes and not _has_size(connection, id, entry):
-                        found.lost.append((id, True))
+                        lost.append((id, True))
                 elif not name.endswith(TEMP_SUFFIX):
-                    found.strays.append((kind, Path(entry.path)))
-                elif not is_alive(context.folder.locks, name[1:].rpartition("-")[0]):
+                    strays.append((kind, Path(entry.path)))
+                elif not is_being_written(context.folder, Path(entry.path)):
                     remove(Path(entry.path))
         for id in known.values():
             if index.one(connection, "id = ? AND owner IS NULL", id) is not None:
-                found.lost.append((id, False))
-    return found
+                lost.append((id, False))
+    return lost, strays
+
+
+def is_being_written(folder: Folder, path: Path) -> bool:
+    owner = path.name[1:].rpartition("-")[0]
+    return path.name.endswith(TEMP_SUFFIX) and is_alive(folder.locks, owner)
 
 
 def _has_size(connection: sqlite3.Connection, id: int, entry: os.DirEntry[str]) -> bool:
-    """Return whether a file has the size that its row says, or is being written."""
     query = "SELECT nbytes, owner FROM file WHERE id = ?"
     nbytes, owner = connection.execute(query, (id,)).fetchone()
     return owner is not None or entry.stat(follow_symlinks=False).st_size == nbytes
@@ -339,10 +326,6 @@ def _has_size(connection: sqlite3.Connection, id: int, entry: os.DirEntry[str]) 
 def _adopt_all(
     context: StoreContext, connection: sqlite3.Connection, strays: list[tuple[str, Path]]
 ) -> None:
-    """Add rows for complete files that have none, and move damaged files to quarantine.
-
-    Runs whose prefix is missing are removed. `strays`: kind and path of each file without a row.
-    """
     found = []
     for kind, path in strays:
         try:
@@ -358,22 +341,13 @@ def _adopt_all(
     found.sort(key=lambda stray: (stray.row.kind == CHECKPOINT, stray.row.start))
     for stray in found:
         _adopt(connection, holders, stray)
-
-
-def _free_rows(
-    context: StoreContext, connection: sqlite3.Connection, strays: list[tuple[str, Path]]
-) -> None:
-    """Evict files to make room for the index rows of `strays`, as the folder may be full.
-
-    `strays`: kind and path of each file without a row.
-    """
+    # the folder may be full, and the new rows take space
     if context.space.limit is not None:
         growth = TOKEN_BYTES * read_total(connection).tokens + _ROW_BYTES * len(strays)
         context.space.shrink(connection, max(0, context.space.limit - growth))
 
 
 def _read(kind: str, path: Path) -> _Stray:
-    """Read the header of a file without an index row. Raises Malformed and OSError."""
     with open_file(path) as fd:
         if kind == RUN:
             run = read_run(fd)
@@ -398,8 +372,7 @@ def _read(kind: str, path: Path) -> _Stray:
 def _adopt(connection: sqlite3.Connection, holders: dict[bytes, int], stray: _Stray) -> None:
     """Add an index row for a file, or remove the file if it is a run whose prefix is missing.
 
-    `holders` maps the digest after each block to the id of the run that contains the block; the
-    blocks of a file that is added are added to it.
+    `holders` maps the digest after each block to the id of the run that contains the block.
     """
     parent = holders.get(stray.row.base)
     if parent is None and not stray.rooted:
@@ -414,10 +387,9 @@ def _adopt(connection: sqlite3.Connection, holders: dict[bytes, int], stray: _St
 
 
 class StoreReopener:
-    """Reopens a store folder that was removed or replaced while the store was open.
+    """Reopens a folder that was removed or replaced, or can be written again, while it was open.
 
-    It also reopens a folder that was opened for reading only, once it can be written. Call it
-    before each transaction; it returns at once if there is nothing to do.
+    Call it before each transaction; it returns at once if there is nothing to do.
     """
 
     def __init__(self, context: StoreContext):
@@ -427,11 +399,10 @@ class StoreReopener:
         self._missed_at: float | None = None
 
     def __call__(self) -> None:
-        """Reopen the folder if it was removed or replaced, or can be written again.
+        """Reopen the folder if needed; a missing one is created again.
 
-        A folder that is missing is created again. Raises Vanished until it has been missing for
-        `MISSING_S` seconds, or while its disk is not mounted, and StoreError if it cannot be
-        created or its index cannot be used.
+        Raises Vanished until it has been missing for `MISSING_S` seconds, or while its disk is not
+        mounted, and StoreError if it cannot be created or its index cannot be used.
         """
         if self._context.database.is_there() and not self._reopening and not self._is_writable():
             self._missed_at = None
@@ -446,7 +417,6 @@ class StoreReopener:
         self._missed_at = None
 
     def _is_writable(self) -> bool:
-        """Return whether the folder was opened for reading only, and can be written now."""
         if self._context.database.obstacle is None:
             return False
         try:

@@ -15,13 +15,10 @@ from dataclasses import dataclass
 from mlxcache.types import Tokens, ids_of_bytes
 
 MOST_REPLIES = 8192
-"""Most replies kept for all models together; the oldest are removed."""
 
 KEY_BYTES = 16
-"""Bytes of a reply's key, and of the digests in its row."""
 
 MOST_KEYS = 2048
-"""Most keys that a leaf lists; those of its newest replies are kept."""
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS replies (
@@ -29,7 +26,8 @@ CREATE TABLE IF NOT EXISTS replies (
     session TEXT NOT NULL REFERENCES sessions (id) ON DELETE CASCADE,
     namespace TEXT NOT NULL, digest BLOB NOT NULL, length INTEGER NOT NULL, tail TEXT NOT NULL,
     history BLOB NOT NULL, ids BLOB NOT NULL, calls INTEGER NOT NULL,
-    thinking_open INTEGER NOT NULL, generic_tools INTEGER NOT NULL, stopped TEXT, key BLOB);
+    thinking_open INTEGER NOT NULL, generic_tools INTEGER NOT NULL, stopped TEXT,
+    key BLOB NOT NULL);
 CREATE INDEX IF NOT EXISTS replies_session ON replies (session);
 CREATE INDEX IF NOT EXISTS replies_namespace ON replies (namespace);
 """
@@ -40,10 +38,10 @@ _FIELDS = "digest, length, tail, history, ids, calls, thinking_open, generic_too
 class ReplyRow:
     """A reply as the model generated it, and the prompt that it was generated for.
 
-    `ids`: its token ids, shape (n,). `digest`, `length`, `tail`, `history`: the key of the prompt,
-    by which the reply is found; see `PromptKey`. `calls`: the reply was parsed for tool calls.
-    `thinking_open`: the prompt ended inside a thinking block. `generic_tools`: the template does
-    not support tools; see `Prompt`. `stopped`: the stop string that ended it, or None.
+    `digest`, `length`, `tail`, `history`: the key of the prompt, by which the reply is found; see
+    `PromptKey`. `calls`: the reply was parsed for tool calls. `thinking_open`: the prompt ended
+    inside a thinking block. `generic_tools`: the template does not support tools. `stopped`: the
+    stop string that ended it, or None.
     """
 
     digest: bytes
@@ -67,25 +65,15 @@ class ReplyRow:
 
 
 def pack_keys(keys: Iterable[bytes]) -> bytes:
-    """Join the keys of a leaf's newest replies into one value for its row.
-
-    `keys`: oldest first. Each is included once; of more than `MOST_KEYS`, the newest are kept.
-    """
+    """Join the keys of a leaf's newest replies, oldest first, into one value for its row."""
     return b"".join(list(dict.fromkeys(keys))[-MOST_KEYS:])
 
 
-def unpack_keys(raw: bytes | None) -> tuple[bytes, ...] | None:
-    """Return the keys in a leaf's row; None if an earlier version of mlxcache wrote the row."""
-    if raw is None:
-        return None
+def unpack_keys(raw: bytes) -> tuple[bytes, ...]:
     return tuple(raw[at : at + KEY_BYTES] for at in range(0, len(raw), KEY_BYTES))
 
 
 def insert_reply(db: sqlite3.Connection, session: str, namespace: str, reply: ReplyRow) -> None:
-    """Insert a reply that was generated in session `session`.
-
-    Of all sessions together, only the `MOST_REPLIES` replies inserted last are kept.
-    """
     row = (reply.digest, reply.length, reply.tail, reply.history, reply.ids.tobytes())
     how = (reply.calls, reply.thinking_open, reply.generic_tools, reply.stopped)
     made = db.execute(
@@ -101,9 +89,8 @@ def read_replies(
 ) -> tuple[dict[str | None, list[ReplyRow]], int]:
     """Return the replies of a namespace with a row id above `after`, and the highest row id.
 
-    The replies are in a dictionary by the owner of their session (None: no owner), oldest first.
-    The highest row id is that of all replies in the table, of any namespace; pass it as the next
-    `after` to get only newer replies.
+    The replies are in a dictionary by the owner of their session, oldest first. The highest row id
+    is that of all namespaces; pass it as the next `after` to get only newer replies.
     """
     last = int(db.execute("SELECT coalesce(max(id), 0) FROM replies").fetchone()[0])
     found: dict[str | None, list[ReplyRow]] = {}
@@ -128,28 +115,25 @@ def _row(fields: Sequence[object]) -> ReplyRow:
 def find_replies(
     db: sqlite3.Connection, namespace: str, owner: str | None, keys: Collection[bytes]
 ) -> dict[bytes, ReplyRow]:
-    """Return the replies of an owner whose `ReplyRow.key` is one of `keys`, by key, oldest first.
+    """Return the replies of an owner with one of `keys`, by key, oldest first.
 
-    Only those of `namespace` are searched. `owner`: None for sessions without an owner. Of replies
-    with the same key the newest is returned.
+    Of replies with the same key the newest is returned.
     """
     query = (
         "SELECT replies.id, key FROM replies JOIN sessions ON sessions.id = session"
         " WHERE replies.namespace = ? AND owner IS ? ORDER BY replies.id"
     )
     listed = db.execute(query, (namespace, owner)).fetchall() if keys else ()
-    found: dict[bytes, ReplyRow] = {}
+    newest: dict[bytes, int] = {}
     for id, key in listed:
-        if key is None or key in keys:  # an earlier version writes none
-            row = _row(db.execute(f"SELECT {_FIELDS} FROM replies WHERE id = ?", (id,)).fetchone())
-            found.pop(row.key, None)
-            if row.key in keys:
-                found[row.key] = row
-    return found
+        if key in keys:
+            newest.pop(key, None)
+            newest[key] = id
+    row = f"SELECT {_FIELDS} FROM replies WHERE id = ?"
+    return {key: _row(db.execute(row, (id,)).fetchone()) for key, id in newest.items()}
 
 
 def read_own(db: sqlite3.Connection, session: str) -> Iterator[ReplyRow]:
-    """Yield the replies that were generated in a session, oldest first."""
     query = f"SELECT {_FIELDS} FROM replies WHERE session = ? ORDER BY id"
     for fields in db.execute(query, (session,)):
         yield _row(fields)
@@ -169,31 +153,27 @@ def holds(ids: Tokens, reply: ReplyRow) -> bool:
 
 
 def hand_over(db: sqlite3.Connection, leaving: Collection[str]) -> None:
-    """Assign replies of sessions about to be removed to other sessions whose leaves list them.
-
-    Only other sessions of the reply's owner and namespace are considered. `leaving`: ids of the
-    sessions to be removed.
-    """
+    """Assign replies of sessions about to be removed to sessions of that owner that list them."""
     query = (
         "SELECT owner, leaves.namespace, session, replies FROM leaves"
-        " JOIN sessions ON sessions.id = session WHERE replies IS NOT NULL"
+        " JOIN sessions ON sessions.id = session"
     )
     holders: dict[tuple[str | None, str, bytes], str] = {}
     for owner, namespace, session, packed in db.execute(query):
         if session not in leaving:
-            for key in unpack_keys(packed) or ():
+            for key in unpack_keys(packed):
                 holders[owner, namespace, key] = session
     if not holders:
         return
     for session in leaving:
         owned = db.execute(
             "SELECT replies.id, owner, replies.namespace, key FROM replies"
-            " JOIN sessions ON sessions.id = session WHERE session = ? AND key IS NOT NULL",
+            " JOIN sessions ON sessions.id = session WHERE session = ?",
             (session,),
         ).fetchall()
         moved = [
-            (holders[rest], id)
-            for id, *place in owned
-            if (rest := (place[0], place[1], place[2])) in holders
+            (holders[owner, namespace, key], id)
+            for id, owner, namespace, key in owned
+            if (owner, namespace, key) in holders
         ]
         db.executemany("UPDATE replies SET session = ? WHERE id = ?", moved)

@@ -1,7 +1,6 @@
 """Rows of the table of stored responses: SQL on a connection, in the caller's transaction.
 
-A response of OpenAI's Responses API is kept with the session that its request was a turn of, and
-removed with it. The columns are described in docs/disk-format.md.
+A response of OpenAI's Responses API is removed with the session that its request was a turn of.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ MOST_RESPONSES, MOST_BYTES = 4096, 64 << 20
 """Responses kept, and bytes of their packed texts; of more, the oldest are removed."""
 
 MAX_CHAIN = 1024
-"""Most responses of one conversation, each of which continues the one before."""
 
 MAX_CHAIN_BYTES = 256 << 20
 """Most bytes of the texts of one conversation, which are in memory at once."""
@@ -37,9 +35,7 @@ class StoredResponse:
     """A response as the API returned it, and the input items of its request.
 
     `body`, `items`: JSON, an object and an array. `previous`: the id of the response that it
-    continues; None if it continues none. `created_at`: seconds since 1970. `owner`: digest of
-    the API key of its request (see `mlxcache.owner`), so that only requests with that key can read
-    it; None if the server required no key, or only one, given by `--api-key`.
+    continues. `owner`: see `mlxcache.owner`; only requests with that key can read it.
     """
 
     id: str
@@ -51,11 +47,6 @@ class StoredResponse:
 
 
 def insert_response(db: sqlite3.Connection, response: StoredResponse) -> None:
-    """Insert a response, or replace the one with its id.
-
-    The oldest responses are removed if there are more than `MOST_RESPONSES` of all owners together,
-    or if they have more than `MOST_BYTES` bytes compressed.
-    """
     body, items = zlib.compress(response.body, 6), zlib.compress(response.items, 6)
     db.execute(
         "INSERT INTO responses (id, owner, previous, created_at, size, body, items)"
@@ -76,11 +67,7 @@ def insert_response(db: sqlite3.Connection, response: StoredResponse) -> None:
 
 
 def link_response(db: sqlite3.Connection, id: str, session: str, at: float) -> None:
-    """Record that the response `id` is the reply of a turn of the session with the id `session`.
-
-    The response itself may be inserted before or later. `at`: time of the turn in seconds since
-    1970.
-    """
+    """Record the session of a response, which may be inserted before or later."""
     db.execute(
         "INSERT INTO responses (id, session, created_at, size) VALUES (?1,?2,?3,0)"
         " ON CONFLICT (id) DO UPDATE SET session = ?2",
@@ -89,10 +76,6 @@ def link_response(db: sqlite3.Connection, id: str, session: str, at: float) -> N
 
 
 def read_response(db: sqlite3.Connection, id: str, owner: str | None) -> StoredResponse:
-    """Return the stored response `id` of `owner`; an `owner` of None has those stored without one.
-
-    Raises NotFound if there is none, or if it belongs to another owner.
-    """
     row = db.execute(
         "SELECT id, owner, previous, created_at, body, items FROM responses"
         " WHERE id = ? AND owner IS ? AND body IS NOT NULL",
@@ -108,8 +91,8 @@ def read_response(db: sqlite3.Connection, id: str, owner: str | None) -> StoredR
 def read_chain(db: sqlite3.Connection, id: str, owner: str | None) -> list[StoredResponse]:
     """Return the stored response `id` and those that it continues, oldest first.
 
-    Raises NotFound if one of them is missing or does not belong to `owner`, or if they are more
-    than `MAX_CHAIN` responses or have more than `MAX_CHAIN_BYTES` bytes of JSON.
+    Raises NotFound if one of them is missing or does not belong to `owner`, or if they are too
+    many.
     """
     found: list[StoredResponse] = []
     size = 0
@@ -129,6 +112,5 @@ def read_chain(db: sqlite3.Connection, id: str, owner: str | None) -> list[Store
 
 
 def delete_response(db: sqlite3.Connection, id: str, owner: str | None) -> None:
-    """Delete the stored response `id`. Raises NotFound if `owner` has no such response."""
     read_response(db, id, owner)
     db.execute("DELETE FROM responses WHERE id = ?", (id,))

@@ -5,40 +5,29 @@ When the file is durable, its row is marked as durable too.
 
 from __future__ import annotations
 
-import sqlite3
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from mlxcache.errors import PrefixNotStored, StoreError
-from mlxcache.safetensors import Header, Tensor
+from mlxcache.safetensors import Tensor
 from mlxcache.store import index
 from mlxcache.store.context import StoreContext
 from mlxcache.store.database import store_errors
 from mlxcache.store.digests import BLOCK, Chain
+from mlxcache.store.eviction import checkpoints_over_share, surplus_checkpoints
 from mlxcache.store.folder import CHECKPOINT, RUN, remove, write
 from mlxcache.store.index import Match, Row
-from mlxcache.store.kv_files import (
-    CheckpointHeader,
-    RunHeader,
-    block_checksums,
-    checksum_of,
-    compose_checkpoint,
-    compose_run,
-)
+from mlxcache.store.kv_files import compose_checkpoint, compose_run
 from mlxcache.store.lock import is_alive
-from mlxcache.store.thinning import checkpoints_over_share, surplus_checkpoints
 from mlxcache.types import Tokens
 
 WAIT_S = 30.0
-"""Most seconds to wait for another process that writes the same file."""
 
 _POLL_S = 0.02
 _USE_S = 30.0
 """Seconds after a use of a file in which writing to its path does not count as another one."""
-
-_NO_HEADER = Header({}, (), 0)
 
 
 class _Changed(Exception):
@@ -68,10 +57,6 @@ def save_run(
     tensors: Sequence[Tensor],
     late: frozenset[str],
 ) -> None:
-    """Save the KV of the chain's tokens from position `start` on; durable on return.
-
-    `tensors`, `late` and the errors raised are those of `Store.write_run`.
-    """
     start = int(start)  # NumPy's integers are not JSON's
     length = len(chain.ids)
     count = length - start
@@ -102,10 +87,6 @@ def save_run(
 
 
 def save_checkpoint(context: StoreContext, chain: Chain, tensors: Sequence[Tensor]) -> None:
-    """Save `tensors`, the state after the chain's tokens; durable on return.
-
-    The errors raised are those of `Store.write_checkpoint`.
-    """
     if not len(chain.ids):
         raise ValueError("a checkpoint needs at least one token before it")
 
@@ -119,12 +100,6 @@ def save_checkpoint(context: StoreContext, chain: Chain, tensors: Sequence[Tenso
 
 
 def _evict_checkpoints(context: StoreContext, match: Match, nbytes: int) -> None:
-    """Evict checkpoints of any path until a new one of `nbytes` bytes fits into their share.
-
-    The share is half of the folder's limit (`BUDGET_SHARE`), for all checkpoints together. Does
-    nothing if the folder has no limit, or if no run of the new checkpoint's path is on disk.
-    `match`: the part on disk of that path.
-    """
     limit = context.space.limit
     if limit is None or not match.cover:
         return
@@ -137,7 +112,6 @@ def _evict_checkpoints(context: StoreContext, match: Match, nbytes: int) -> None
 
 
 def _skip_rows(tensors: Sequence[Tensor], skipped: int) -> list[Tensor]:
-    """Return views of the tensors without their first `skipped` rows."""
     found = []
     for tensor in tensors:
         shape = (tensor.shape[0] - skipped, *tensor.shape[1:])
@@ -149,29 +123,12 @@ def _skip_rows(tensors: Sequence[Tensor], skipped: int) -> list[Tensor]:
 def _new_run(
     context: StoreContext, chain: Chain, match: Match, tensors: list[Tensor], late: frozenset[str]
 ) -> _NewFile:
-    stop = len(chain.ids)
-    start = match.length // BLOCK * BLOCK
-    base = chain.whole[start // BLOCK]
-    buffers = [tensor.bytes for tensor in tensors]
-    tokens = chain.ids[start:]
-    sums, late_sums = (
-        block_checksums([t.bytes for t in tensors if (t.name in late) is is_late], len(tokens))
-        for is_late in (False, True)
-    )
-    words = RunHeader(
-        _NO_HEADER,
-        chain.namespace,
-        base,
-        start,
-        tokens,
-        tuple(sums),
-        late,
-        tuple(late_sums) if late else (),
-    )
-    header = compose_run(words, tensors)
-    row = _row(context, RUN, chain.at(stop), base, match.run_before(start))
-    row = replace(row, key=chain.at(min(start + BLOCK, stop)), start=start, stop=stop)
-    return _NewFile(row, [header, *buffers], tokens)
+    start, stop = match.length // BLOCK * BLOCK, len(chain.ids)
+    header = compose_run(chain, start, stop, tensors, late)
+    key = chain.at(min(start + BLOCK, stop))
+    place = (chain.at(stop), chain.whole[start // BLOCK], key, start, stop)
+    row = _new_row(context, RUN, place, match.run_before(start), None)
+    return _NewFile(row, [header, *(tensor.bytes for tensor in tensors)], chain.ids[start:])
 
 
 def _new_checkpoint(
@@ -179,40 +136,22 @@ def _new_checkpoint(
 ) -> _NewFile:
     position = len(chain.ids)
     base = chain.whole[position // BLOCK]
-    digest = chain.at(position)
-    buffers = [tensor.bytes for tensor in tensors]
     previous = match.checkpoints[-1] if match.checkpoints else None
-    words = CheckpointHeader(
-        header=_NO_HEADER,
-        namespace=chain.namespace,
-        digest=digest,
-        base=base,
-        position=position,
-        previous=previous.digest if previous else b"",
-        checksum=checksum_of(buffers),
-    )
-    header = compose_checkpoint(words, tensors)
-    row = _row(context, CHECKPOINT, digest, base, match.run_before(position))
-    row = replace(row, start=position, stop=position, previous=previous.id if previous else None)
-    return _NewFile(row, [header, *buffers])
+    header = compose_checkpoint(chain, previous.digest if previous else b"", tensors)
+    place = (chain.at(position), base, base, position, position)
+    row = _new_row(context, CHECKPOINT, place, match.run_before(position), previous)
+    return _NewFile(row, [header, *(tensor.bytes for tensor in tensors)])
 
 
-def _row(context: StoreContext, kind: str, digest: bytes, base: bytes, parent: Row | None) -> Row:
-    return Row(
-        id=0,
-        kind=kind,
-        digest=digest,
-        base=base,
-        key=base,
-        start=0,
-        stop=0,
-        nbytes=0,
-        disk=0,
-        used=context.now(),
-        parent=parent.id if parent else None,
-        previous=None,
-        owner=context.lock.name,
-    )
+def _new_row(
+    context: StoreContext,
+    kind: str,
+    place: tuple[bytes, bytes, bytes, int, int],
+    parent: Row | None,
+    previous: Row | None,
+) -> Row:
+    links = (parent.id if parent else None, previous.id if previous else None)
+    return Row(0, kind, *place, 0, 0, context.now(), *links, context.lock.name)
 
 
 def _save(context: StoreContext, chain: Chain, compose: Callable[[Match], _NewFile | None]) -> None:
@@ -220,7 +159,7 @@ def _save(context: StoreContext, chain: Chain, compose: Callable[[Match], _NewFi
 
     `compose(match)` gets the part of the chain that is on disk; it returns None if nothing needs to
     be written. It is called again if the index changes in the meantime. Raises StoreError, also if
-    another process has been writing the same file for `WAIT_S` seconds, and what `compose` raises.
+    another process has been writing the same file for `WAIT_S` seconds.
     """
     deadline = time.monotonic() + WAIT_S
     with context.saving:
@@ -228,7 +167,7 @@ def _save(context: StoreContext, chain: Chain, compose: Callable[[Match], _NewFi
             with context.database.read() as connection:
                 version = index.version(connection)
                 match = index.lookup(connection, chain)
-            context.note_use(_rows_of(match), unless_within=_USE_S)
+            context.note_use(match.rows, unless_within=_USE_S)
             new = compose(match)
             if new is None:
                 return
@@ -284,11 +223,7 @@ def _reserve(
 
 
 def _put(context: StoreContext, chain: Chain, match: Match, new: _NewFile, id: int) -> None:
-    """Write the file `new` and mark its row as durable; on an error remove both and raise it.
-
-    `id`: id of the row. `match`: the part of `chain` that was on disk before. After a checkpoint is
-    written, surplus checkpoints along the path are removed.
-    """
+    """Write the file `new` and mark its row as durable; on an error remove both and raise it."""
     row = new.row
     final = context.folder.file(row.kind, row.digest)
     temp = context.folder.temp(row.kind, row.digest, context.lock.name, id)
@@ -296,8 +231,14 @@ def _put(context: StoreContext, chain: Chain, match: Match, new: _NewFile, id: i
         with store_errors(final):
             size = write(temp, final, new.buffers)
         with context.database.write() as connection:
-            _make_durable(context, connection, new, id, size)
-            if new.tokens is None:
+            done = "UPDATE file SET owner = NULL, disk = ?, used = ? WHERE id = ?"
+            if not connection.execute(done, (size, context.now(), id)).rowcount:
+                raise PrefixNotStored(
+                    "a run before this one was removed as damaged in the meantime"
+                )
+            if new.tokens is not None:
+                index.put_tokens(connection, id, new.tokens)
+            else:
                 path = index.lookup(connection, chain)
                 limit = context.space.limit or 0
                 gone = surplus_checkpoints(connection, chain.namespace, chain.ids, path, limit)
@@ -317,21 +258,5 @@ def _put(context: StoreContext, chain: Chain, match: Match, new: _NewFile, id: i
     context.count("written_tokens", row.stop - row.start)
 
 
-def _make_durable(
-    context: StoreContext, connection: sqlite3.Connection, new: _NewFile, id: int, size: int
-) -> None:
-    changed = connection.execute(
-        "UPDATE file SET owner = NULL, disk = ?, used = ? WHERE id = ?", (size, context.now(), id)
-    )
-    if not changed.rowcount:
-        raise PrefixNotStored("a run before this one was removed as damaged in the meantime")
-    if new.tokens is not None:
-        index.put_tokens(connection, id, new.tokens)
-
-
-def _rows_of(match: Match) -> list[Row]:
-    return [row for row, _, _ in match.cover] + list(match.checkpoints)
-
-
 def _identity_of(match: Match) -> tuple[int, list[int]]:
-    return (match.length, [row.id for row in _rows_of(match)])
+    return (match.length, [row.id for row in match.rows])

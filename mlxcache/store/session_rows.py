@@ -27,16 +27,13 @@ from mlxcache.store.reply_rows import ReplyRow, pack_keys, unpack_keys
 from mlxcache.types import Tokens, ids_of_bytes
 
 MOST_SESSIONS = 10_000
-"""Most sessions kept; the least recently used that are not pinned are removed."""
 
 MOST_LEAVES = 100
 """Most leaves kept per session: the main one, and the most recently used of sub-agents."""
 
 MOST_TITLED = 16
-"""Most sessions of one title that are searched for the conversation that a request continues."""
 
 PART_TOKENS = 1024
-"""Most token ids in one row of a leaf."""
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions (
@@ -47,36 +44,41 @@ CREATE TABLE IF NOT EXISTS sessions (
 CREATE INDEX IF NOT EXISTS sessions_label ON sessions (namespace, label);
 CREATE INDEX IF NOT EXISTS sessions_title ON sessions (namespace, title);
 CREATE INDEX IF NOT EXISTS sessions_used ON sessions (last_used_at);
+CREATE INDEX IF NOT EXISTS sessions_owner ON sessions (owner, last_used_at);
 CREATE TABLE IF NOT EXISTS leaves (
     id INTEGER PRIMARY KEY AUTOINCREMENT,
     session TEXT NOT NULL REFERENCES sessions (id) ON DELETE CASCADE,
     namespace TEXT NOT NULL, kind TEXT NOT NULL, prompt_tokens INTEGER NOT NULL,
     anchor INTEGER NOT NULL, digest BLOB NOT NULL,
-    turns INTEGER NOT NULL, last_used_at REAL NOT NULL, replies BLOB);
+    turns INTEGER NOT NULL, last_used_at REAL NOT NULL, replies BLOB NOT NULL);
 CREATE INDEX IF NOT EXISTS leaves_session ON leaves (session);
 CREATE INDEX IF NOT EXISTS leaves_anchor ON leaves (namespace, anchor, digest);
 CREATE TABLE IF NOT EXISTS leaf_tokens (
     leaf INTEGER NOT NULL REFERENCES leaves (id) ON DELETE CASCADE,
     start INTEGER NOT NULL, ids BLOB NOT NULL,
     PRIMARY KEY (leaf, start)) WITHOUT ROWID;
-"""
-"""Tables of sessions and leaves.
-
-Token ids of a leaf are little-endian int32, in rows of `PART_TOKENS`.
+CREATE TABLE IF NOT EXISTS session_figures (
+    session TEXT PRIMARY KEY REFERENCES sessions (id) ON DELETE CASCADE,
+    requests INTEGER NOT NULL, first_tokens INTEGER NOT NULL, first_token_s REAL NOT NULL,
+    prompt_tokens INTEGER NOT NULL, cached_tokens INTEGER NOT NULL,
+    restored_tokens INTEGER NOT NULL, fed_tokens INTEGER NOT NULL,
+    generated_tokens INTEGER NOT NULL, saved_tokens INTEGER NOT NULL, saved_s REAL NOT NULL,
+    drafted_tokens INTEGER NOT NULL, accepted_tokens INTEGER NOT NULL,
+    guess_passes INTEGER NOT NULL, guess_saved_s REAL NOT NULL);
+CREATE TABLE IF NOT EXISTS prefill_times (
+    namespace TEXT NOT NULL, range INTEGER NOT NULL, tokens INTEGER NOT NULL, seconds REAL NOT NULL,
+    PRIMARY KEY (namespace, range)) WITHOUT ROWID;
 """
 
 ANY_OWNER = ""
-"""Value that stands for every owner."""
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A session's row.
+    """A session's row; `owner`: see `mlxcache.owner`. Times are in seconds since 1970.
 
     `label` is given by clients, `name` by the user. `title` is taken from the first user message.
-    `client`: name of the client program. `model`: name of the model, for display. `turns`: number
-    of finished requests. Times are in seconds since 1970. `owner`: see `mlxcache.owner`; None for a
-    session made by a server without API keys, or with only one, given by `--api-key`.
+    `model`: its name, for display.
     """
 
     id: str
@@ -97,12 +99,10 @@ class Session:
 class Turn:
     """A finished request to record in its session.
 
-    `ids`: token ids of its prompt and reply, shape (n,); the first `prompt_tokens` are the prompt.
+    `ids`: token ids of its prompt and reply; the first `prompt_tokens` are the prompt.
     `key_tokens`: length of its conversation key. `head`: number of tokens of tools and system
-    prompt. `at`: seconds since 1970. `reply`: its reply for replay, or None. `gain`: its times and
-    counts of tokens. `known`: of each earlier reply in its prompt, the digest that identifies it
-    (`ReplyRow.key`), in order. `response`: id of the stored response of OpenAI's Responses API that
-    the request made. For the other fields see `Session`.
+    prompt. `known`: the `ReplyRow.key` of each earlier reply in its prompt, in order. `response`:
+    id of the stored response that the request made. For the other fields see `Session`.
     """
 
     namespace: str
@@ -123,19 +123,12 @@ class Turn:
 
     @property
     def replies(self) -> tuple[bytes, ...]:
-        """Keys of the replies in the turn's prompt, followed by the key of the turn's own reply.
-
-        A key is the digest that identifies a reply; see `ReplyRow.key`.
-        """
         return self.known if self.reply is None else (*self.known, self.reply.key)
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The session that a conversation has on another server with the same shared remote.
-
-    It is read from the remote. For the fields see `Session`.
-    """
+    """The session that a conversation has on another server with the same shared remote."""
 
     id: str
     name: str | None
@@ -146,32 +139,26 @@ SESSION_FIELDS = (
     "id, namespace, model, label, name, title, client, turns, pinned, created_at, last_used_at"
     ", owner"
 )
-_LEAF_FIELDS = "id, session, kind, prompt_tokens, anchor, turns, last_used_at, replies"
 _LEAF_ORDER = "ORDER BY kind = 'main' DESC, last_used_at DESC, id"
 
 
 def session_from(row: tuple[Any, ...]) -> Session:
-    """Convert a database row with the columns `SESSION_FIELDS`."""
     session = Session(*row)
     return replace(session, pinned=bool(session.pinned))
 
 
 def read_leaves(db: sqlite3.Connection, where: str, values: tuple[Any, ...]) -> list[Leaf]:
-    """Return the leaves whose rows in the table `leaves` satisfy the SQL condition `where`.
-
-    Main leaves come first, then the most recently used. `values`: values for the `?` in `where`.
-    """
-    found = db.execute(
-        f"SELECT {_LEAF_FIELDS} FROM leaves WHERE {where} {_LEAF_ORDER}",
-        values,
+    """Return the leaves for which an SQL condition holds: main ones first, then the last used."""
+    query = (
+        "SELECT kind, prompt_tokens, anchor, turns, last_used_at, replies, id, session FROM leaves"
+        f" WHERE {where} {_LEAF_ORDER}"
     )
-    return [_leaf(db, row) for row in found.fetchall()]
-
-
-def _leaf(db: sqlite3.Connection, row: tuple[Any, ...]) -> Leaf:
-    id, session, kind, prompt, key, turns, used, replies = row
-    ids = read_ids(db, id)
-    return Leaf(id, session, kind, ids, prompt, key, turns, used, unpack_keys(replies))
+    return [
+        Leaf(read_ids(db, id), kind, prompt, key, turns, used, unpack_keys(replies), id, session)
+        for kind, prompt, key, turns, used, replies, id, session in db.execute(
+            query, values
+        ).fetchall()
+    ]
 
 
 def read_leaf_rows(db: sqlite3.Connection, session: str) -> tuple[LeafRow, ...]:
@@ -186,39 +173,11 @@ def read_leaf_rows(db: sqlite3.Connection, session: str) -> tuple[LeafRow, ...]:
 
 
 def read_ids(db: sqlite3.Connection, leaf: int) -> Tokens:
-    """Return the token ids of the leaf with the id `leaf`; empty if there is no such leaf."""
     rows = db.execute("SELECT ids FROM leaf_tokens WHERE leaf = ? ORDER BY start", (leaf,))
     return ids_of_bytes(b"".join(part for (part,) in rows))
 
 
-_LATER_COLUMNS = (
-    ("sessions", "owner", "TEXT"),
-    ("leaves", "replies", "BLOB"),
-    ("replies", "key", "BLOB"),
-    ("session_figures", "drafted_tokens", "INTEGER NOT NULL DEFAULT 0"),
-    ("session_figures", "accepted_tokens", "INTEGER NOT NULL DEFAULT 0"),
-    ("session_figures", "guess_passes", "INTEGER NOT NULL DEFAULT 0"),
-    ("session_figures", "guess_saved_s", "REAL NOT NULL DEFAULT 0"),
-)
-
-
-def add_later_columns(db: sqlite3.Connection) -> None:
-    """Add the columns that are missing if an earlier version of mlxcache created the tables.
-
-    These are the tables `sessions`, `leaves`, `replies` and `session_figures`; all must exist.
-    """
-    for table, column, kind in _LATER_COLUMNS:
-        columns = {name for _, name, *_ in db.execute(f"PRAGMA table_info({table})")}
-        if column not in columns:
-            db.execute(f"ALTER TABLE {table} ADD COLUMN {column} {kind}")
-    db.execute("CREATE INDEX IF NOT EXISTS sessions_owner ON sessions (owner, last_used_at)")
-
-
 def read_session(db: sqlite3.Connection, id: str, owner: str | None = ANY_OWNER) -> Session:
-    """Return the session `id` of `owner`, or of any owner if that is `ANY_OWNER`.
-
-    Raises NotFound if it does not exist or belongs to another owner.
-    """
     query = f"SELECT {SESSION_FIELDS} FROM sessions WHERE id = ?1 AND (?2 = '' OR owner IS ?2)"
     row = db.execute(query, (id, owner)).fetchone()
     if row is None:
@@ -227,7 +186,6 @@ def read_session(db: sqlite3.Connection, id: str, owner: str | None = ANY_OWNER)
 
 
 def insert_session(db: sqlite3.Connection, session: Session) -> None:
-    """Insert the row of a session, without leaves."""
     places = ", ".join("?" * 12)
     db.execute(f"INSERT INTO sessions ({SESSION_FIELDS}) VALUES ({places})", astuple(session))
 
@@ -235,8 +193,7 @@ def insert_session(db: sqlite3.Connection, session: Session) -> None:
 def new_session(id: str, turn: Turn, origin: Origin | None = None) -> Session:
     """Return the session that begins with `turn`, before its first turn is counted.
 
-    `origin`: the conversation's session on another server, or None. If it has the same `id`, the
-    new session gets its name, and its time of creation if that is earlier.
+    From an `origin` with the same id it gets the name, and the time of creation if that is earlier.
     """
     name, began = None, turn.at
     if origin is not None and origin.id == id:
@@ -248,8 +205,7 @@ def new_session(id: str, turn: Turn, origin: Origin | None = None) -> Session:
 def find_labelled(db: sqlite3.Connection, turn: Turn) -> str | None:
     """Return the id of the session with a turn's label, namespace and owner, or None.
 
-    A session whose id is the turn's label is found too, and preferred. None if the turn has no
-    label.
+    A session whose id is the turn's label is found too, and preferred.
     """
     if turn.label is None:
         return None
@@ -262,11 +218,7 @@ def find_labelled(db: sqlite3.Connection, turn: Turn) -> str | None:
 
 
 def read_candidates(db: sqlite3.Connection, turn: Turn, session: str | None) -> Iterator[Leaf]:
-    """Yield the leaves that `turn` may continue: its token ids begin with their conversation key.
-
-    Of the leaves with the same key, only the `MOST_LEAVES` last used are read. `session`: id of the
-    session to search, or None for all sessions of the turn's namespace.
-    """
+    """Yield the leaves whose conversation key `turn` begins with, of one session or of all."""
     column, value = ("session", session) if session else ("namespace", turn.namespace)
     keys = db.execute(f"SELECT DISTINCT anchor FROM leaves WHERE {column} = ?", (value,))
     for key, digest in digests_at(turn.ids, (n for (n,) in keys.fetchall())).items():
@@ -280,12 +232,11 @@ def read_candidates(db: sqlite3.Connection, turn: Turn, session: str | None) -> 
 def find_leaf(db: sqlite3.Connection, turn: Turn, session: str | None) -> Leaf | None:
     """Find the leaf that a turn continues, or None if it begins a conversation.
 
-    `session`: id of the session to search, or None for all sessions of the turn's namespace. With
-    None, titles (the first words that the user typed) count too. The main leaf of a session whose
-    title differs from the turn's does not match: if the client wrote the first message itself, two
-    conversations can begin alike. If no leaf matches, main leaves of sessions with the turn's title
-    are tried, because a client may change what it puts before the typed text; see
-    `leaves.find_reworded`.
+    If `session` is None, all sessions of the namespace are searched, and titles (the first words
+    that the user typed) count too. The main leaf of a session whose title differs from the turn's
+    does not match: if the client wrote the first message itself, two conversations can begin alike.
+    If no leaf matches, main leaves of sessions with the turn's title are tried, because a client
+    may change what it puts before the typed text.
     """
     candidates = read_candidates(db, turn, session)
     if session is not None:
@@ -295,7 +246,12 @@ def find_leaf(db: sqlite3.Connection, turn: Turn, session: str | None) -> Leaf |
     leaf = find_continued(turn.ids, own)
     if leaf is not None or turn.title is None:
         return leaf
-    return find_reworded(turn.ids, turn.head, turn.prompt_tokens, _read_titled(db, turn))
+    titled = (
+        "kind = 'main' AND session IN (SELECT id FROM sessions WHERE namespace = ? AND title = ?"
+        " AND label IS NULL AND owner IS ? ORDER BY last_used_at DESC LIMIT ?)"
+    )
+    values = (turn.namespace, turn.title, turn.owner, MOST_TITLED)
+    return find_reworded(turn.ids, turn.head, turn.prompt_tokens, read_leaves(db, titled, values))
 
 
 def _may_continue(
@@ -303,9 +259,8 @@ def _may_continue(
 ) -> bool:
     """Return False if `leaf` is the main one of a session whose title differs from the turn's.
 
-    Otherwise, and if one of the two has no title, return True. If the turn has no tools and no
-    system prompt, a title that only continues the session's does not count as different. `titles`:
-    titles read already, by session id; that of the leaf's session is added.
+    If the turn has no tools and no system prompt, a title that only continues the session's does
+    not count as different. `titles`: those read already, by session id.
     """
     if leaf.session not in titles:
         query = "SELECT title FROM sessions WHERE id = ?"
@@ -316,33 +271,22 @@ def _may_continue(
     return not turn.head and turn.title.startswith(title)
 
 
-def _read_titled(db: sqlite3.Connection, turn: Turn) -> Iterator[Leaf]:
-    """Yield the main leaves of the sessions that have the title of `turn` and no label.
-
-    Only sessions of the turn's namespace and owner are read, and of these only the `MOST_TITLED`
-    used last.
-    """
-    newest = (
-        "kind = 'main' AND session IN (SELECT id FROM sessions WHERE namespace = ? AND title = ?"
-        " AND label IS NULL AND owner IS ? ORDER BY last_used_at DESC LIMIT ?)"
-    )
-    values = (turn.namespace, turn.title, turn.owner, MOST_TITLED)
-    yield from read_leaves(db, newest, values)
-
-
 def write_leaf(db: sqlite3.Connection, turn: Turn, session: str, leaf: Leaf | None) -> None:
     """Store the tokens of `turn` in `leaf`, or in a new leaf of `session` if `leaf` is None.
 
-    Also decides which leaf of the session is the main one, and removes the least recently used of
-    more than `MOST_LEAVES` leaves. `session`: id of the session.
+    Also decides which leaf is the main one, and removes the least recently used of too many.
     """
     main = next(iter(read_leaves(db, "session = ? AND kind = 'main'", (session,))), None)
     if leaf is None:
         kind: Kind = "agent" if main else "main"
         lengths = (turn.prompt_tokens, turn.key_tokens)
-        made = Leaf(0, session, kind, turn.ids, *lengths, 1, turn.at, turn.replies)
+        made = Leaf(turn.ids, kind, *lengths, 1, turn.at, turn.replies, session=session)
         now = insert_leaf(db, turn.namespace, made)
-        _trim_leaves(db, session)
+        db.execute(
+            "DELETE FROM leaves WHERE id IN (SELECT id FROM leaves WHERE session = ?"
+            " ORDER BY kind = 'main' DESC, last_used_at DESC LIMIT -1 OFFSET ?)",
+            (session, MOST_LEAVES),
+        )
     else:
         now = replace(leaf, ids=turn.ids, turns=leaf.turns + 1)
         db.execute(
@@ -373,7 +317,6 @@ def _is_first(db: sqlite3.Connection, leaf: Leaf) -> bool:
 
 
 def insert_leaf(db: sqlite3.Connection, namespace: str, leaf: Leaf) -> Leaf:
-    """Insert a new leaf, ignoring its `id`, and return it with its new id."""
     key = min(leaf.key_tokens, len(leaf.ids))
     digest = digest_of(leaf.ids[:key])
     row = db.execute(
@@ -382,7 +325,7 @@ def insert_leaf(db: sqlite3.Connection, namespace: str, leaf: Leaf) -> Leaf:
         (
             *(leaf.session, namespace, leaf.kind, leaf.prompt_tokens),
             *(key, digest, leaf.turns, leaf.last_used_at),
-            None if leaf.replies is None else pack_keys(leaf.replies),
+            pack_keys(leaf.replies),
         ),
     )
     made = replace(leaf, id=int(row.lastrowid or 0), key_tokens=key)
@@ -391,10 +334,9 @@ def insert_leaf(db: sqlite3.Connection, namespace: str, leaf: Leaf) -> Leaf:
 
 
 def _write_ids(db: sqlite3.Connection, leaf: int, ids: Tokens, same: int, held: int) -> None:
-    """Replace the token ids of a leaf by `ids`.
+    """Replace the token ids of a leaf by `ids`, of which the first `same` stay the same.
 
-    `leaf`: id of its row. `held`: number of token ids that it had before. `same`: number of leading
-    ones that stay the same; the rows that hold only such ids are not written again.
+    `held`: number of token ids that it had before.
     """
     if same == len(ids) == held:
         return
@@ -408,10 +350,6 @@ def _write_ids(db: sqlite3.Connection, leaf: int, ids: Tokens, same: int, held: 
 
 
 def count_shared(db: sqlite3.Connection, leaf: int, ids: Tokens) -> int:
-    """Return the number of leading tokens that the leaf with the id `leaf` and `ids` share.
-
-    Stops reading at the first difference. Returns 0 if there is no such leaf.
-    """
     most = 0
     rows = db.execute("SELECT ids FROM leaf_tokens WHERE leaf = ? ORDER BY start", (leaf,))
     for (raw,) in rows:
@@ -424,11 +362,7 @@ def count_shared(db: sqlite3.Connection, leaf: int, ids: Tokens) -> int:
 
 
 def shared_lengths(db: sqlite3.Connection, namespace: str, ids: Tokens) -> list[int]:
-    """Return, for each leaf of a namespace, how many leading tokens it shares with `ids`.
-
-    The order is arbitrary. Only leaves are included whose conversation key is at the beginning of
-    `ids`. Empty if the database has no tables of sessions.
-    """
+    """Return how many leading tokens of `ids` each leaf of a namespace shares that begins alike."""
     if not db.execute("SELECT 1 FROM sqlite_master WHERE name = 'leaves'").fetchone():
         return []
     query = "SELECT DISTINCT anchor FROM leaves WHERE namespace = ?"
@@ -441,39 +375,12 @@ def shared_lengths(db: sqlite3.Connection, namespace: str, ids: Tokens) -> list[
     return found
 
 
-def _trim_leaves(db: sqlite3.Connection, session: str) -> None:
-    db.execute(
-        "DELETE FROM leaves WHERE id IN (SELECT id FROM leaves WHERE session = ?"
-        " ORDER BY kind = 'main' DESC, last_used_at DESC LIMIT -1 OFFSET ?)",
-        (session, MOST_LEAVES),
-    )
-
-
 def trim_sessions(db: sqlite3.Connection) -> None:
-    """Keep the `MOST_SESSIONS` last used of the sessions that are not pinned; remove the others.
-
-    The sessions of all owners are counted together.
-    """
     db.execute(
         "DELETE FROM sessions WHERE id IN (SELECT id FROM sessions WHERE NOT pinned"
         " ORDER BY last_used_at DESC LIMIT -1 OFFSET ?)",
         (MOST_SESSIONS,),
     )
-
-
-FIGURES_SCHEMA = """
-CREATE TABLE IF NOT EXISTS session_figures (
-    session TEXT PRIMARY KEY REFERENCES sessions (id) ON DELETE CASCADE,
-    requests INTEGER NOT NULL, first_tokens INTEGER NOT NULL, first_token_s REAL NOT NULL,
-    prompt_tokens INTEGER NOT NULL, cached_tokens INTEGER NOT NULL,
-    restored_tokens INTEGER NOT NULL, fed_tokens INTEGER NOT NULL,
-    generated_tokens INTEGER NOT NULL, saved_tokens INTEGER NOT NULL, saved_s REAL NOT NULL,
-    drafted_tokens INTEGER NOT NULL DEFAULT 0, accepted_tokens INTEGER NOT NULL DEFAULT 0,
-    guess_passes INTEGER NOT NULL DEFAULT 0, guess_saved_s REAL NOT NULL DEFAULT 0);
-CREATE TABLE IF NOT EXISTS prefill_times (
-    namespace TEXT NOT NULL, range INTEGER NOT NULL, tokens INTEGER NOT NULL, seconds REAL NOT NULL,
-    PRIMARY KEY (namespace, range)) WITHOUT ROWID;
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -482,8 +389,8 @@ class SessionFigures:
 
     `first_tokens`: number of requests that gave a first token, after `first_token_s` seconds in
     total. `saved_tokens`: cached tokens at positions for which the speed of prefill was known.
-    `saved_s`: estimated seconds that computing `saved_tokens` would have taken. `drafted_tokens`,
-    `accepted_tokens`, `guess_passes`, `guess_saved_s`: see `types.RequestRecord`.
+    `saved_s`: estimated seconds that computing them would have taken. For the last four see
+    `types.RequestRecord`.
     """
 
     requests: int = 0
@@ -504,41 +411,25 @@ class SessionFigures:
     def as_object(self) -> dict[str, Any]:
         """Return the figures as the JSON object `figures` of a session in the API.
 
-        Its keys are the names of the fields, without `first_tokens`. `first_token_s` is the average
-        instead of the sum, None if no request gave a token. `saved_s` is None if it is not known.
+        `first_token_s` is the average instead of the sum, None if no request gave a token.
+        `saved_s` is None if it is not known.
         """
         average = self.first_token_s / self.first_tokens if self.first_tokens else None
         known = bool(self.saved_tokens) or not self.cached_tokens
-        return {
-            "requests": self.requests,
+        found = asdict(self)
+        del found["first_tokens"]
+        return found | {
             "first_token_s": None if average is None else round(average, 4),
-            "prompt_tokens": self.prompt_tokens,
-            "cached_tokens": self.cached_tokens,
-            "restored_tokens": self.restored_tokens,
-            "fed_tokens": self.fed_tokens,
-            "generated_tokens": self.generated_tokens,
-            "saved_tokens": self.saved_tokens,
             "saved_s": round(self.saved_s, 3) if known else None,
-            "drafted_tokens": self.drafted_tokens,
-            "accepted_tokens": self.accepted_tokens,
-            "guess_passes": self.guess_passes,
             "guess_saved_s": round(self.guess_saved_s, 3),
         }
 
 
 Measured = tuple[int, float]
-"""Prefill tokens, and the seconds that they took."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """Figures of one request to add to its session, and prefill times not stored yet.
-
-    `measured`: tokens fed and the seconds that they took, by the number of a range of positions.
-    Range 0 has the first 1024 positions of a prompt, range 1 the next 1024, and each further range
-    twice as many as the one before; see `scheduling.cost.range_of`.
-    """
-
     figures: SessionFigures
     measured: Mapping[int, Measured] = field(default_factory=dict)
 
@@ -553,7 +444,6 @@ _ADD_FIGURES = (
 
 
 def add_gain(db: sqlite3.Connection, session: str, namespace: str, gain: Gain) -> None:
-    """Add a request's figures to those of its session, and its prefill times to the namespace's."""
     db.execute(_ADD_FIGURES, {"session": session, **asdict(gain.figures)})
     db.executemany(
         "INSERT INTO prefill_times (namespace, range, tokens, seconds) VALUES (?, ?, ?, ?)"
@@ -564,17 +454,12 @@ def add_gain(db: sqlite3.Connection, session: str, namespace: str, gain: Gain) -
 
 
 def read_figures(db: sqlite3.Connection, session: str) -> SessionFigures:
-    """Return the figures of a session; all zero if it has no row."""
     query = f"SELECT {', '.join(_FIGURES)} FROM session_figures WHERE session = ?"
     row = db.execute(query, (session,)).fetchone()
     return SessionFigures(*row) if row is not None else SessionFigures()
 
 
 def read_prefill_times(db: sqlite3.Connection, namespace: str) -> dict[int, Measured]:
-    """Return the tokens fed in a namespace and the seconds that they took, by range of positions.
-
-    Each value is a pair (tokens, seconds). The keys are numbers of ranges; see `Gain.measured`.
-    """
     query = "SELECT range, tokens, seconds FROM prefill_times WHERE namespace = ?"
     rows = db.execute(query, (namespace,)).fetchall()
     return {where: (tokens, seconds) for where, tokens, seconds in rows}

@@ -12,7 +12,7 @@ import secrets
 import sqlite3
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import fields, replace
+from dataclasses import replace
 
 from mlxcache.errors import BadRequest, NotFound, StoreError
 from mlxcache.names import clean_name
@@ -24,7 +24,7 @@ from mlxcache.store.listing import Held, Listed
 from mlxcache.store.reply_rows import ReplyRow
 from mlxcache.store.response_rows import StoredResponse
 from mlxcache.store.session_rows import ANY_OWNER, Session, Turn
-from mlxcache.store.snapshot_format import CARRIED, LeafInfo, SessionInfo
+from mlxcache.store.snapshot_format import CARRIED, SessionInfo
 from mlxcache.types import Tokens
 
 __all__ = ["ANY_OWNER", "Session", "Sessions", "Turn", "id_of", "new_id"]
@@ -37,8 +37,7 @@ ID = re.compile(r"ses_[0-9A-Za-z]{1,64}")
 def id_of(namespace: str, label: str, owner: str | None = None) -> str:
     """Return the id that a new session with a label gets, unless another session has that id.
 
-    The id is derived from the arguments, so it is the same on every machine, and after the index
-    was lost.
+    It is the same on every machine, and after the index was lost.
     """
     own = "" if owner is None else f"\0{owner}"
     text = f"{namespace}\0{label}{own}".encode(errors="surrogatepass")
@@ -46,7 +45,6 @@ def id_of(namespace: str, label: str, owner: str | None = None) -> str:
 
 
 def new_id() -> str:
-    """Return a random id for a session without a label."""
     return f"ses_{secrets.token_hex(6)}"
 
 
@@ -55,36 +53,26 @@ class LeafChanged(StoreError):
 
 
 class Sessions:
-    """Table of sessions in `database`.
+    """Table of sessions in `database`, which several servers may share.
 
-    Every method is one transaction, may be called on any thread, and may raise StoreError. Several
-    servers may share the file. An `owner` of None stands for sessions made by servers without API
-    keys, or with only one, given by `--api-key`, and `ANY_OWNER` for those of all owners.
+    Every method is one transaction, may be called on any thread, and may raise StoreError; with an
+    id, NotFound if the owner has no such session. An `owner` of None stands for sessions made by
+    servers without API keys, or with only one, and `ANY_OWNER` for those of all owners.
     """
 
     def __init__(self, database: Database):
         self._database = database
-        database.create(rows.SCHEMA)
-        database.create(rows.FIGURES_SCHEMA)
-        database.create(reply_rows.SCHEMA, rows.add_later_columns)
-        database.create(response_rows.SCHEMA)
+        for schema in (rows.SCHEMA, reply_rows.SCHEMA, response_rows.SCHEMA):
+            database.create(schema)
 
     def copy(self) -> Sessions:
-        """Return a copy of the table in a database in memory; the caller must call its `close`.
-
-        Blocks. Raises StoreError.
-        """
+        """Return a copy of the table in a database in memory; the caller must call its `close`."""
         return Sessions(self._database.copy())
 
     def close(self) -> None:
-        """Close the database, if this table is one that `copy` returned."""
         self._database.close()
 
     def patience(self, seconds: float) -> AbstractContextManager[None]:
-        """Limit how long this thread waits for other writers inside a `with` statement.
-
-        A method that would have to wait for more than `seconds` raises StoreError.
-        """
         return self._database.patience(seconds)
 
     # -- reading -----------------------------------------------------------------------------
@@ -92,11 +80,6 @@ class Sessions:
     def all(
         self, limit: int | None = None, owner: str | None = ANY_OWNER, label: str | None = None
     ) -> list[Session]:
-        """Return at most `limit` sessions of an owner, most recently used first.
-
-        A `limit` of None returns all of them. With a `label`, only sessions with that label are
-        returned.
-        """
         wanted: dict[str, str | None] = {} if owner == ANY_OWNER else {"owner IS ?": owner}
         if label is not None:
             wanted["label = ?"] = label
@@ -122,55 +105,33 @@ class Sessions:
         ]
 
     def related(self, session: Session) -> list[Session]:
-        """Return the other sessions with the label and owner of `session`, last used first.
-
-        Each of them belongs to another model. Empty if `session` has no label.
-        """
         if session.label is None:
             return []
         alike = self.all(None, session.owner, session.label)
         return [one for one in alike if one.id != session.id]
 
     def count(self) -> int:
-        """Return the number of sessions of all owners."""
         with self._database.read() as db:
             return int(db.execute("SELECT count(*) FROM sessions").fetchone()[0])
 
     def get(self, id: str, owner: str | None = ANY_OWNER) -> Session:
-        """Return one session of an owner.
-
-        Raises NotFound if it does not exist or belongs to another owner.
-        """
         with self._database.read() as db:
             return rows.read_session(db, id, owner)
 
     def leaves(self, id: str) -> list[Leaf]:
-        """Return the leaves of a session, the main one first, then the most recently used.
-
-        Empty if there is no session `id`.
-        """
         with self._database.read() as db:
             return rows.read_leaves(db, "session = ?", (id,))
 
     def prefill_times(self, namespace: str) -> dict[int, rows.Measured]:
-        """Return the tokens fed in a namespace and the seconds that they took, by range.
-
-        Each value is a pair (tokens, seconds). The keys are numbers of ranges of positions; see
-        `session_rows.Gain`.
-        """
         with self._database.read() as db:
             return rows.read_prefill_times(db, namespace)
 
     def pinned(self) -> list[str]:
-        """Return the ids of the pinned sessions."""
         with self._database.read() as db:
             return [str(id) for (id,) in db.execute("SELECT id FROM sessions WHERE pinned")]
 
     def sharing(self, namespace: str, ids: Tokens) -> dict[int, int]:
-        """Return how many leading tokens each leaf of a namespace shares with `ids`.
-
-        The result maps leaf ids to numbers of tokens; leaves that share none are left out.
-        """
+        """Return how many leading tokens each leaf of a namespace shares with `ids`, by its id."""
         query = "SELECT id FROM leaves WHERE namespace = ?"
         with self._database.read() as db:
             held = db.execute(query, (namespace,)).fetchall()
@@ -178,7 +139,6 @@ class Sessions:
         return {leaf: shared for leaf, shared in found.items() if shared}
 
     def ids(self, leaf: int) -> Tokens:
-        """Return the token ids of the leaf with the id `leaf`; empty if it was removed."""
         with self._database.read() as db:
             return rows.read_ids(db, leaf)
 
@@ -192,37 +152,24 @@ class Sessions:
     def replies(
         self, namespace: str, after: int = 0
     ) -> tuple[dict[str | None, list[ReplyRow]], int]:
-        """Return the replies of a namespace with a row id above `after`, and the highest row id.
-
-        The replies are in a dictionary by owner, oldest first. The highest row id is that of all
-        replies in the table; as the next `after`, it leaves out what was returned already.
-        """
         with self._database.read() as db:
             return reply_rows.read_replies(db, namespace, after)
 
     def response(self, id: str, owner: str | None) -> StoredResponse:
-        """Return the stored response `id`. Raises NotFound if `owner` has no such response."""
         with self._database.read() as db:
             return response_rows.read_response(db, id, owner)
 
     def response_chain(self, id: str, owner: str | None) -> list[StoredResponse]:
-        """Return the stored response `id` and those that it continues, oldest first.
-
-        Raises NotFound if one of them is missing or does not belong to `owner`, or if they are too
-        many; see `response_rows.read_chain`.
-        """
         with self._database.read() as db:
             return response_rows.read_chain(db, id, owner)
 
     # -- changing ----------------------------------------------------------------------------
 
     def save_response(self, response: StoredResponse) -> None:
-        """Insert a response, or replace the one with its id; may remove the oldest responses."""
         with self._database.write() as db:
             response_rows.insert_response(db, response)
 
     def delete_response(self, id: str, owner: str | None) -> None:
-        """Delete the stored response `id`. Raises NotFound if `owner` has no such response."""
         with self._database.write() as db:
             response_rows.delete_response(db, id, owner)
 
@@ -232,10 +179,10 @@ class Sessions:
         """Record a finished request; return the id of the session to which it belongs.
 
         That is the session with the turn's label; without a label, the session of the conversation
-        that the turn continues. If there is none, a new session is inserted. Its id is `id`; if
-        `id` is None, the id derived from the label (see `id_of`); without a label, the id of
-        `origin`, the conversation's session on another server. If none of these is given, or the id
-        is in use already, a random one is made.
+        that the turn continues. If there is none, a new session is inserted. Its id is `id`, or
+        that derived from the label (see `id_of`), or that of `origin`, the conversation's session
+        on another server. If none of these is given, or the id is in use already, a random one is
+        made.
         """
         with self._database.write() as db:
             session = rows.find_labelled(db, turn)
@@ -265,11 +212,6 @@ class Sessions:
     def _id_for(
         self, db: sqlite3.Connection, turn: Turn, id: str | None, origin: rows.Origin | None
     ) -> str:
-        """Return an unused id for the session that begins with `turn`.
-
-        It is `id`; if `id` is None, the id derived from the turn's label; without a label, the id
-        of `origin`. If none of these is given, or the id is in use already, it is a random one.
-        """
         if id is None and turn.label:
             id = id_of(turn.namespace, turn.label, turn.owner)
         if id is None and origin is not None:
@@ -285,11 +227,7 @@ class Sessions:
         pinned: bool | None = None,
         owner: str | None = ANY_OWNER,
     ) -> None:
-        """Rename a session, or mark it as pinned or not; None leaves a field unchanged.
-
-        A `name` of "" removes the session's name. `Store.pin_session` pins the session's files.
-        Raises NotFound if `owner` has no session `id`.
-        """
+        """Rename a session, or mark it as pinned or not; a `name` of "" removes its name."""
         with self._database.write() as db:
             rows.read_session(db, id, owner)
             if name is not None:
@@ -300,19 +238,15 @@ class Sessions:
                 db.execute("UPDATE sessions SET pinned = ? WHERE id = ?", (pinned, id))
 
     def delete(self, id: str) -> None:
-        """Remove the session `id` from the table, but keep its KV.
-
-        Raises NotFound if there is no session `id`.
-        """
         with self._database.write() as db:
             rows.read_session(db, id)
             reply_rows.hand_over(db, {id})
             db.execute("DELETE FROM sessions WHERE id = ?", (id,))
 
     def clear(self, *, pinned: bool = False) -> int:
-        """Remove all sessions, but pinned ones only if `pinned` is True.
+        """Remove all sessions, but pinned ones only if `pinned`; return how many.
 
-        Returns the number of sessions removed. Their KV stays.
+        Their KV stays.
         """
         gone = "FROM sessions WHERE ? OR NOT pinned"
         with self._database.write() as db:
@@ -323,10 +257,8 @@ class Sessions:
     def fork(self, id: str, at: float, name: str | None = None, tokens: int | None = None) -> str:
         """Insert a new session with the main leaf of session `id`, and return its id.
 
-        Only the first `tokens` tokens of the leaf are copied, or all if None. `at`: present time in
-        seconds since 1970. `name`: name of the new session, which has no label; None or "" for
-        none. Raises NotFound if there is no session `id` or it has no main leaf, and BadRequest if
-        `tokens` is below 1 or above the number of the leaf's tokens.
+        Only the first `tokens` tokens of the leaf are copied, or all if None. `at`: seconds since
+        1970. Raises BadRequest if `tokens` is not a number of the leaf's tokens.
         """
         with self._database.write() as db:
             source = rows.read_session(db, id)
@@ -362,28 +294,22 @@ class Sessions:
         return fork.id
 
     def info(self, id: str, owner: str | None = ANY_OWNER) -> SessionInfo:
-        """Return a session with its leaves and replies, as a snapshot stores it.
-
-        Raises NotFound if `owner` has no session `id`.
-        """
         with self._database.read() as db:
             session = rows.read_session(db, id, owner)
             leaves = rows.read_leaves(db, "session = ?", (id,))
             leaves, replies = _with_replies(db, session, leaves)
         own = {name: getattr(session, name) for name in CARRIED}
-        return SessionInfo(leaves=tuple(map(_carried, leaves)), replies=replies, **own)
+        return SessionInfo(leaves=tuple(leaves), replies=replies, **own)
 
     def adopt(
         self, info: SessionInfo, at: float, name: str | None = None, owner: str | None = None
     ) -> str:
-        """Insert a session from a snapshot and return its id.
+        """Insert a session from a snapshot, used last `at` that time, and return its id.
 
-        `at`: present time in seconds since 1970, recorded as its last use. `name`: its name; None
-        or "" for the name in the snapshot. `owner`: the owner to whom it will belong. The session
-        gets a new id if its own is malformed or in use, or if it is imported for an `owner`,
-        because the id could be that of another owner's session. It loses its label if another
-        session of its namespace and owner has the same one. Replies that the owner already has are
-        not inserted again.
+        The session gets a new id if its own is malformed or in use, or if it is imported for an
+        `owner`, because the id could be that of another owner's session. It loses its label if
+        another session of its namespace and owner has the same one. Replies that the owner already
+        has are not inserted again.
         """
         with self._database.write() as db:
             own = {field: getattr(info, field) for field in CARRIED}
@@ -397,8 +323,7 @@ class Sessions:
                 made = replace(made, label=None)
             rows.insert_session(db, made)
             for leaf in info.leaves:
-                own = {field: getattr(leaf, field) for field in _CARRIED_OF_LEAF}
-                rows.insert_leaf(db, made.namespace, Leaf(id=0, session=made.id, **own))
+                rows.insert_leaf(db, made.namespace, replace(leaf, session=made.id))
             new = {reply.key: reply for reply in info.replies}
             known = reply_rows.find_replies(db, made.namespace, owner, new.keys())
             for key, reply in new.items():
@@ -412,35 +337,22 @@ def _with_replies(
 ) -> tuple[list[Leaf], tuple[ReplyRow, ...]]:
     """Return a session's leaves with `replies` set to the keys of their replies, and these replies.
 
-    A reply is in a leaf if it is still in the table and `Leaf.replies` has its key. It is also in a
-    leaf if it was generated in the session, `Leaf.replies` has its key in none of `leaves`, and the
-    leaf's token ids contain its token ids in one piece (see `reply_rows.holds`).
+    A reply that was generated in the session and is listed by none of its leaves, as without the
+    rules for replay, is in a leaf whose token ids contain its own in one piece.
     """
     own = {reply.key: reply for reply in reply_rows.read_own(db, session.id)}
-    listed = {key for leaf in leaves for key in leaf.replies or ()}
+    listed = {key for leaf in leaves for key in leaf.replies}
     found = reply_rows.find_replies(db, session.namespace, session.owner, listed)
     held: list[Leaf] = []
     for leaf in leaves:
-        keys = [key for key in leaf.replies or () if key in found]
+        keys = [key for key in leaf.replies if key in found]
         keys += [k for k, one in own.items() if k not in listed and reply_rows.holds(leaf.ids, one)]
         held.append(replace(leaf, replies=tuple(dict.fromkeys(keys))))
-    found |= {key: own[key] for leaf in held for key in leaf.replies or () if key not in found}
+    found |= {key: own[key] for leaf in held for key in leaf.replies if key not in found}
     return held, tuple(found.values())
 
 
 def _held(db: sqlite3.Connection, session: Session, leaf: Leaf) -> tuple[bytes, ...]:
-    """Return those keys of `leaf.replies` whose replies are still inside the leaf's token ids.
-
-    `leaf`: a leaf of `session`, shortened by its last token ids, with the `replies` from before.
-    Replies that are no longer in the table are left out.
-    """
-    listed = leaf.replies or ()
+    listed = leaf.replies
     found = reply_rows.find_replies(db, session.namespace, session.owner, set(listed))
     return tuple(k for k in listed if k in found and reply_rows.holds(leaf.ids, found[k]))
-
-
-_CARRIED_OF_LEAF = tuple(field.name for field in fields(LeafInfo))
-
-
-def _carried(leaf: Leaf) -> LeafInfo:
-    return LeafInfo(**{name: getattr(leaf, name) for name in _CARRIED_OF_LEAF})

@@ -1,11 +1,14 @@
-"""Format of snapshots: the description in the header, its limits, and checks before use.
+"""Format of snapshots: description and replies in the header, limits, and checks before use.
 
 Every size is checked before memory is allocated for it. See docs/snapshots.md.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 import re
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -19,8 +22,9 @@ from mlxcache.names import MAX_NAME
 from mlxcache.safetensors import Header, Malformed, Place, read_foreign_header
 from mlxcache.store.digests import BLOCK
 from mlxcache.store.kv_files import open_file
-from mlxcache.store.reply_rows import ReplyRow
-from mlxcache.types import NO_TOKENS, Tokens, ids_of_bytes, join_ids
+from mlxcache.store.leaves import Kind, Leaf
+from mlxcache.store.reply_rows import KEY_BYTES, MOST_KEYS, ReplyRow
+from mlxcache.types import Tokens, ids_of_bytes, join_ids
 
 FORMAT, VERSION = "mlxcache-snapshot", 1
 
@@ -32,20 +36,16 @@ The checksums are xxh3-64 of each block, of each checkpoint, and of the rest.
 
 MOST_LEAVES = 256
 MOST_TOKENS = 1 << 24
-"""Most leaves of a snapshot, and most tokens of all its leaves together."""
 
 MOST_TEXT = 100_000
 MOST_PATH = 4096
 MOST_CHECKPOINTS = 4096
 MOST_STATE_TENSORS = 1 << 14
 MOST_STATE_BYTES = 1 << 30
-"""Most bytes of one checkpoint, which is read as a whole."""
 
 Spec = Mapping[str, tuple[str, tuple[int, ...]]]
-"""Tensors that a model caches: dtype and shape per token, by name."""
 
 Progress = Callable[[int, int], None]
-"""Callable that gets the bytes done and the total bytes."""
 
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
@@ -55,34 +55,17 @@ Time = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LeafInfo:
-    """One conversation of a session as a snapshot contains it.
-
-    The fields have the same meaning as in `leaves.Leaf`.
-    """
-
-    ids: Tokens
-    kind: Literal["main", "agent"] = "main"
-    prompt_tokens: int = 0
-    key_tokens: int = 0
-    turns: int = 0
-    last_used_at: float = 0.0
-    replies: tuple[bytes, ...] | None = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class SessionInfo:
-    """A session as a snapshot contains it, the main leaf first. Times are in seconds since 1970.
+    """A session as a snapshot contains it, the main leaf first.
 
-    `model`: the model's name, for display only; `namespace` identifies the model. `label` is given
-    by clients, `name` by the user. `replies`: the replies that its leaves contain, oldest first.
-    For the other fields see `session_rows.Session`.
+    `model`: the model's name, for display only; `namespace` identifies the model. `replies`: those
+    that its leaves contain, oldest first. For the other fields see `session_rows.Session`.
     """
 
     id: str
     namespace: str
     model: str
-    leaves: tuple[LeafInfo, ...]
+    leaves: tuple[Leaf, ...]
     label: str | None = None
     name: str | None = None
     title: str | None = None
@@ -100,35 +83,29 @@ CARRIED = tuple(one.name for one in fields(SessionInfo) if one.name not in ("lea
 def block_seed(leaf: int, block: int) -> int:
     """Return the checksum seed of a block, different for each, so that blocks cannot be swapped.
 
-    `leaf`: index of the leaf. `block`: index of the block among those of the leaf's exported KV.
+    `block`: index of the block among those of the leaf's exported KV.
     """
     return leaf << 32 | block
 
 
 def state_name(index: int, name: str) -> str:
-    """Return the name that a tensor of a checkpoint has in the snapshot file.
-
-    `index`: index of the checkpoint in `Description.checkpoints`. `name`: the tensor's name in the
-    store's file of that checkpoint.
-    """
     return f"checkpoint.{index}.{name}"
 
 
-class Leaf(msgspec.Struct, frozen=True, kw_only=True):
+class LeafEntry(msgspec.Struct, frozen=True, kw_only=True):
     """A leaf in the description of a snapshot: the tokens that it does not share with its parent.
 
     `parent`: index of an earlier leaf with the same first `start` tokens; None, with `start` 0, if
     there is none. `start` is a multiple of 64. The snapshot contains the ids of the leaf's own
     tokens, [start, start + tokens), and the KV of the first `rows` of them; an importer computes
-    the rest. The other fields have the same meaning as in `LeafInfo`. `key_tokens` is called
-    `anchor` in the file.
+    the rest. For the other fields see `Leaf`.
     """
 
     parent: Count | None
     start: Count
     tokens: Count
     rows: Count
-    kind: Literal["main", "agent"]
+    kind: Kind
     prompt_tokens: Count
     key_tokens: Count = msgspec.field(name="anchor")
     turns: Count
@@ -136,23 +113,11 @@ class Leaf(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
-    """A checkpoint in the description of a snapshot.
-
-    It is the state after the first `position` tokens of the leaf with index `leaf`, those that it
-    shares with its parent included.
-    """
-
     leaf: Count
     position: Count
 
 
 class Description(msgspec.Struct, frozen=True, kw_only=True):
-    """Description of a snapshot, as JSON in its header: the session, its leaves and checkpoints.
-
-    The token ids, the KV and the states of the checkpoints are tensors of the file, and replies are
-    other entries of its header. For the fields of the session see `SessionInfo`.
-    """
-
     id: Name
     namespace: Name
     model: Annotated[str, msgspec.Meta(max_length=MOST_PATH)]
@@ -163,12 +128,11 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     turns: Count
     created_at: Time
     last_used_at: Time
-    leaves: Annotated[tuple[Leaf, ...], msgspec.Meta(min_length=1, max_length=MOST_LEAVES)]
+    leaves: Annotated[tuple[LeafEntry, ...], msgspec.Meta(min_length=1, max_length=MOST_LEAVES)]
     checkpoints: Annotated[tuple[Checkpoint, ...], msgspec.Meta(max_length=MOST_CHECKPOINTS)]
 
     @classmethod
     def decode(cls, text: str) -> Description:
-        """Decode a description from JSON and check it for consistency. Raises SnapshotRefused."""
         try:
             found = typed.decode(cls, text)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -183,25 +147,20 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
                 raise SnapshotRefused("A checkpoint of the snapshot lies outside its leaf.")
         return found
 
-    def encode(self) -> str:
-        """Encode the description as JSON."""
-        return msgspec.json.encode(self).decode()
-
-    def session(self) -> SessionInfo:
-        """Return the described session; the `ids` of its leaves are empty, see `with_tokens`."""
+    def session(self, ids: Sequence[Tokens]) -> SessionInfo:
+        """Return the described session; `ids`: the token ids of each leaf, from token 0."""
         leaves = tuple(
-            LeafInfo(NO_TOKENS, x.kind, x.prompt_tokens, x.key_tokens, x.turns, x.last_used_at)
-            for x in self.leaves
+            Leaf(own, x.kind, x.prompt_tokens, x.key_tokens, x.turns, x.last_used_at)
+            for own, x in zip(ids, self.leaves, strict=True)
         )
         return SessionInfo(leaves=leaves, **{name: getattr(self, name) for name in CARRIED})
 
 
-def _checked_length(index: int, leaf: Leaf, lengths: list[int]) -> int:
+def _checked_length(index: int, leaf: LeafEntry, lengths: list[int]) -> int:
     """Return the number of tokens of a leaf, those shared with its parent included.
 
-    `index`: index of the leaf. `lengths`: numbers of tokens of the leaves before it. Raises
-    SnapshotRefused if the leaf's fields contradict each other or these lengths, if it has no tokens
-    of its own, or if it has more than `MOST_TOKENS` tokens.
+    `lengths`: those of the leaves before it. Raises SnapshotRefused if the fields contradict each
+    other or these lengths.
     """
     length = leaf.start + leaf.tokens
     shared = 0 if leaf.parent is None else lengths[leaf.parent] if leaf.parent < index else -1
@@ -212,14 +171,9 @@ def _checked_length(index: int, leaf: Leaf, lengths: list[int]) -> int:
     return length
 
 
-def with_tokens(session: SessionInfo, ids: list[Tokens]) -> SessionInfo:
-    """Return a copy of `session` with the token ids of its leaves set to `ids`, one per leaf."""
-    leaves = tuple(replace(a, ids=b) for a, b in zip(session.leaves, ids, strict=True))
-    return replace(session, leaves=leaves)
-
-
 _MOST_ROW = 16 << 20  # bytes of one token's KV
 _KV = re.compile(r"kv\.(0|[1-9][0-9]{0,4})\.[0-9]")
+_STATE = re.compile(r"checkpoint\.(0|[1-9][0-9]{0,4})\.")
 
 
 def detect_format(path: Path) -> Literal["mlxcache", "mlx-lm"]:
@@ -243,10 +197,6 @@ def detect_format(path: Path) -> Literal["mlxcache", "mlx-lm"]:
 
 
 def read_snapshot_header(fd: int) -> Header:
-    """Read the header of an open file and check its checksum.
-
-    Raises SnapshotRefused if the header is damaged or incomplete, and OSError.
-    """
     try:
         return read_foreign_header(fd, own=True)
     except Malformed as error:
@@ -254,11 +204,6 @@ def read_snapshot_header(fd: int) -> Header:
 
 
 def read_description(header: Header) -> Description:
-    """Return the description of a snapshot from its header.
-
-    Raises SnapshotRefused for a file of another format, for another version of the format, and for
-    a damaged description.
-    """
     if header.metadata.get("format") != FORMAT:
         raise SnapshotRefused("This is not a snapshot of mlxcache.")
     version = header.metadata.get("version")
@@ -270,23 +215,8 @@ def read_description(header: Header) -> Description:
     return Description.decode(header.metadata.get("description", ""))
 
 
-def check_model(description: Description, namespace: str | None, model: str | None) -> None:
-    """Raise SnapshotRefused unless the snapshot was made with the model of `namespace`.
-
-    `model`: name of that model, for the message. Nothing is checked if `namespace` is None.
-    """
-    if namespace is None or description.namespace == namespace:
-        return
-    here = f"{model} ({namespace[:8]})" if model else namespace[:8]
-    raise wrong_model(description.model, description.namespace, [here])
-
-
 def wrong_model(model: str, namespace: str, here: Sequence[str]) -> SnapshotRefused:
-    """Return the error for a snapshot that was made with another model than those `here`.
-
-    `model` and `namespace`: those of the snapshot. `here`: texts that name the models of this
-    server, such as "name (first 8 characters of the namespace)".
-    """
+    """Return the error for a snapshot that was made with another model than those `here`."""
     ours = f"the one here is {here[0]}" if len(here) == 1 else f"those here are {', '.join(here)}"
     return SnapshotRefused(
         f"The snapshot was made with the model {model} ({namespace[:8]}), and {ours}. "
@@ -299,12 +229,7 @@ def wrong_model(model: str, namespace: str, here: Sequence[str]) -> SnapshotRefu
 def check_tensors(
     header: Header, description: Description
 ) -> tuple[tuple[Place, ...], tuple[tuple[Place, ...], ...]]:
-    """Check the tensors of a snapshot; return those of the KV, and those of each checkpoint.
-
-    The file must also have one tensor of token ids and one of checksums. Raises SnapshotRefused
-    for a missing or an unknown tensor, for a shape that contradicts the description, and for more
-    bytes of a checkpoint, or of one token's KV, than the format allows.
-    """
+    """Check the tensors of a snapshot; return those of the KV, and those of each checkpoint."""
     places = {place.name: place for place in header.places}
     rows = sum(leaf.rows for leaf in description.leaves)
     _check(places.pop(TOKENS, None), "I32", sum(leaf.tokens for leaf in description.leaves))
@@ -313,20 +238,20 @@ def check_tensors(
     states: list[list[Place]] = [[] for _ in description.checkpoints]
     kv = []
     for name, place in places.items():
-        index = _state_index(name, len(states))
-        if index is not None:
-            states[index].append(place)
+        state = _STATE.match(name)
+        if state is not None and int(state[1]) < len(states):
+            states[int(state[1])].append(place)
         elif _KV.fullmatch(name) and len(place.shape) > 1 and place.shape[0] == rows > 0:
             kv.append(place)
         else:
             raise SnapshotRefused(
                 f"The snapshot holds a tensor {name[:40]!r} that is not part of the format."
             )
-    if not all(0 < sum(p.nbytes for p in state) <= MOST_STATE_BYTES for state in states):
+    if not all(0 < sum(p.nbytes for p in own) <= MOST_STATE_BYTES for own in states):
         raise SnapshotRefused("A checkpoint of the snapshot is empty or too large.")
     if bool(kv) != bool(rows) or sum(p.nbytes // rows for p in kv) > _MOST_ROW:
         raise SnapshotRefused("The snapshot's KV contradicts its description.")
-    return tuple(kv), tuple(tuple(state) for state in states)
+    return tuple(kv), tuple(map(tuple, states))
 
 
 def _check(place: Place | None, dtype: str, length: int) -> None:
@@ -334,25 +259,7 @@ def _check(place: Place | None, dtype: str, length: int) -> None:
         raise SnapshotRefused("The snapshot's tokens or checksums contradict its description.")
 
 
-def _state_index(name: str, count: int) -> int | None:
-    """Return the index of the checkpoint to which the tensor `name` belongs.
-
-    `count`: number of checkpoints. None if the tensor belongs to none of them.
-    """
-    _, _, rest = name.partition(".")
-    digits, _, _ = rest.partition(".")
-    if not (digits.isascii() and digits.isdigit() and len(digits) < 6):
-        return None
-    index = int(digits)
-    return index if index < count and name.startswith(state_name(index, "")) else None
-
-
 def check_spec(kv: tuple[Place, ...], spec: Spec | None) -> None:
-    """Raise SnapshotRefused unless the KV has the names, dtypes and shapes that the model caches.
-
-    `spec`: dtype and shape of one token's KV, by name of a tensor. Nothing is checked if `spec` is
-    None or `kv` is empty.
-    """
     if spec is None or not kv:
         return
     if {place.name: (place.dtype, place.shape[1:]) for place in kv} != dict(spec):
@@ -364,8 +271,7 @@ def read_leaf_ids(
 ) -> list[Tokens]:
     """Return the token ids of each leaf, from token 0.
 
-    `raw`: content of the tensor `TOKENS`, little-endian int32. `vocab_size`: number of the model's
-    token ids, or None if it is not known. Raises SnapshotRefused for ids that the model does not
+    `raw`: content of the tensor `TOKENS`. Raises SnapshotRefused for ids that the model does not
     have. Negative ids are allowed, because they stand for images and are never fed to a model.
     """
     own = ids_of_bytes(raw)
@@ -378,3 +284,138 @@ def read_leaf_ids(
         found.append(join_ids(head, own[at : at + leaf.tokens]))
         at += leaf.tokens
     return found
+
+
+REPLIES, REPLY_IDS = "replies", "reply_ids"
+"""Keys of the header's entries with the replies.
+
+`replies` is JSON that describes each reply. `reply_ids` has the token ids of all, one after
+another, compressed with deflate and encoded in base64.
+"""
+
+_REPLIES_VERSION = 1
+
+MOST_REPLY_TOKENS = 1 << 19
+
+_MOST_TAIL = 64
+_Digest = Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
+
+
+class _Reply(msgspec.Struct, frozen=True, kw_only=True):
+    digest: _Digest
+    length: Count
+    tail: Annotated[str, msgspec.Meta(max_length=_MOST_TAIL)]
+    history: _Digest | None
+    tokens: Annotated[int, msgspec.Meta(ge=1, le=MOST_REPLY_TOKENS)]
+    calls: bool
+    thinking_open: bool
+    generic_tools: bool
+    stopped: Text | None
+
+
+class _Replies(msgspec.Struct, frozen=True, kw_only=True):
+    """All replies of a snapshot, oldest first.
+
+    `leaves`: for each leaf of the snapshot, the indices of the replies that it contains.
+    """
+
+    version: int
+    replies: Annotated[tuple[_Reply, ...], msgspec.Meta(max_length=MOST_KEYS)]
+    leaves: Annotated[tuple[tuple[Count, ...], ...], msgspec.Meta(max_length=MOST_LEAVES)]
+
+
+class _Version(msgspec.Struct, frozen=True):
+    version: int
+
+
+def describe_replies(replies: Sequence[ReplyRow], leaves: Sequence[Leaf]) -> dict[str, str]:
+    kept = _newest_replies(replies)
+    if not kept:
+        return {}
+    number = {reply.key: n for n, reply in enumerate(kept)}
+    held = (leaf.replies for leaf in leaves)
+    described = _Replies(
+        version=_REPLIES_VERSION,
+        replies=tuple(map(_describe_reply, kept)),
+        leaves=tuple(tuple(number[key] for key in keys if key in number) for keys in held),
+    )
+    ids = join_ids(*(reply.ids for reply in kept)).tobytes()
+    packed = base64.b64encode(zlib.compress(ids, 6)).decode()
+    return {REPLIES: msgspec.json.encode(described).decode(), REPLY_IDS: packed}
+
+
+def _newest_replies(replies: Sequence[ReplyRow]) -> list[ReplyRow]:
+    kept: list[ReplyRow] = []
+    tokens = 0
+    readable = [reply for reply in replies if len(reply.stopped or "") <= MOST_TEXT]
+    for reply in reversed(readable[-MOST_KEYS:]):
+        tokens += len(reply.ids)
+        if tokens > MOST_REPLY_TOKENS:
+            break
+        kept.append(reply)
+    return kept[::-1]
+
+
+def _describe_reply(reply: ReplyRow) -> _Reply:
+    return _Reply(
+        digest=reply.digest,
+        length=reply.length,
+        tail=reply.tail,
+        history=reply.history or None,
+        tokens=len(reply.ids),
+        calls=reply.calls,
+        thinking_open=reply.thinking_open,
+        generic_tools=reply.generic_tools,
+        stopped=reply.stopped,
+    )
+
+
+def with_replies(
+    session: SessionInfo, metadata: Mapping[str, str], vocab_size: int | None
+) -> SessionInfo:
+    """Return a copy of `session` with the replies in `metadata`, that of a snapshot's header.
+
+    Those of a later version of the format are left out. Raises SnapshotRefused if the replies are
+    damaged, contradict the leaves of `session`, or have token ids that the model does not have.
+    """
+    if REPLIES not in metadata:
+        return session
+    try:
+        if typed.decode(_Version, metadata[REPLIES]).version > _REPLIES_VERSION:
+            return session
+        found = typed.decode(_Replies, metadata[REPLIES])
+        ids = _read_reply_ids(metadata.get(REPLY_IDS, ""), sum(one.tokens for one in found.replies))
+    except (msgspec.MsgspecError, binascii.Error, zlib.error, ValueError, RecursionError) as error:
+        raise SnapshotRefused(f"The snapshot's replies are damaged: {error}.") from error
+    if ids.min(initial=0) < 0 or (vocab_size and ids.max(initial=0) >= vocab_size):
+        raise SnapshotRefused("The snapshot's replies hold token ids that the model does not have.")
+    if len(found.leaves) != len(session.leaves) or any(
+        index >= len(found.replies) for leaf in found.leaves for index in leaf
+    ):
+        raise SnapshotRefused("The snapshot's replies contradict its description.")
+    replies, at = [], 0
+    for one in found.replies:
+        replies.append(_reply_row(one, ids[at : at + one.tokens]))
+        at += one.tokens
+    keys = [reply.key for reply in replies]
+    leaves = tuple(
+        replace(leaf, replies=tuple(keys[index] for index in held))
+        for leaf, held in zip(session.leaves, found.leaves, strict=True)
+    )
+    return replace(session, leaves=leaves, replies=tuple(replies))
+
+
+def _read_reply_ids(packed: str, tokens: int) -> Tokens:
+    """Unpack the token ids of all replies, decompressing no more than `tokens` ids take."""
+    if tokens > MOST_REPLY_TOKENS:
+        raise ValueError(f"they have more than {MOST_REPLY_TOKENS} tokens")
+    inflate = zlib.decompressobj()
+    raw = inflate.decompress(base64.b64decode(packed, validate=True), 4 * tokens + 1)
+    if len(raw) != 4 * tokens or not inflate.eof or inflate.unused_data:
+        raise ValueError("their token ids are not those described")
+    return ids_of_bytes(raw)
+
+
+def _reply_row(one: _Reply, ids: Tokens) -> ReplyRow:
+    flags = (one.calls, one.thinking_open, one.generic_tools)
+    return ReplyRow(one.digest, one.length, one.tail, one.history or b"", ids, *flags, one.stopped)

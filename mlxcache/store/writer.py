@@ -1,7 +1,4 @@
-"""Writer thread that saves KV to disk in the order in which it was offered.
-
-The bytes waiting to be written are limited.
-"""
+"""Writer thread that saves KV to disk in the order in which it was offered."""
 
 from __future__ import annotations
 
@@ -20,7 +17,6 @@ from mlxcache.types import Tokens
 log = logging.getLogger(__name__)
 
 IDLE_S = 2.0
-"""Seconds without work after which noted uses are written to the index."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,8 +24,8 @@ class Job:
     """KV to save: a run, or a checkpoint if `start` is None.
 
     A run holds tokens [start, len(ids)); a checkpoint is the state after `ids`. `nbytes`: bytes
-    that count against the writer's limit. `tag`: any value of the caller. `late`: names of tensors
-    that hold sliding windows; see `Store.write_run`.
+    that count against the writer's limit. `tag`: any value of the caller. `late`: see
+    `Store.write_run`.
     """
 
     ids: Tokens
@@ -41,7 +37,6 @@ class Job:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens whose KV the job holds; 0 for a checkpoint."""
         return 0 if self.start is None else len(self.ids) - self.start
 
 
@@ -51,8 +46,8 @@ class Writer:
     `limit_bytes`: most bytes of jobs that wait or are being written. `done(job, error)` is called
     on that thread after each job; if `error` is None, the job is durable. An error ends the job,
     not the thread. If nothing was offered for `IDLE_S` seconds, the thread writes the uses of files
-    (see `Store.note_uses`) and calls `idle`, each once until more is offered. `label`: that of the
-    model, for the log. Thread-safe.
+    and calls `idle`, each once until more is offered. `label`: that of the model, for the log.
+    Thread-safe.
     """
 
     def __init__(
@@ -93,8 +88,7 @@ class Writer:
     def call(self, action: Callable[[], None], what: str = "a queued action") -> None:
         """Run `action` on the writer's thread after the jobs offered before; log any exception.
 
-        `what` describes `action` in the log. Does not block. `close` drops actions that still wait,
-        and later ones are ignored.
+        `what` describes `action` in the log. Does not block. `close` drops actions that still wait.
         """
         with self._state:
             if not self._closing:
@@ -162,10 +156,7 @@ class Writer:
         self._run_logged("reporting the result of a write", lambda: self._done(job, error))
 
     def _run_logged(self, what: str, action: Callable[[], None]) -> None:
-        """Run `action` and log its exceptions, so that they do not end the thread.
-
-        `what` describes the action in the log.
-        """
+        """Run `action` and log its exceptions, so that they do not end the thread."""
         try:
             action()
         except StoreError as error:

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from mlxcache.store.database import NAME
+from mlxcache.store.database import NAME, list_session_names
 from mlxcache.store.leaves import conversation_key_tokens
-from mlxcache.store.session_names import list_session_names
 from mlxcache.store.sessions import Sessions, Turn
 from tests.store.content import opened, tokens
 

@@ -28,7 +28,7 @@ from mlxcache.model import chat_template
 from mlxcache.prompt import marks, replies
 from mlxcache.scheduling import loop_guard
 from mlxcache.sessions import journal
-from mlxcache.store import leaves, reply_rows, session_rows, snapshot_replies, store
+from mlxcache.store import leaves, reply_rows, session_rows, snapshot_format, store
 from mlxcache.tree import eviction
 from mlxcache.types import Sampling
 from mlxcache.wire import decode, openai_request
@@ -78,7 +78,7 @@ FACTS = (
     ("disk-format", r"2,048 tokens or (\S+ MiB), so", path_write.RUN_BYTES),
     ("canonicalisation", r"same content is used\. (\S+ MiB)", replies.LIMIT_BYTES),
     ("snapshots", r"at most ([\d,]+), with at most 524,288", reply_rows.MOST_KEYS),
-    ("snapshots", r"2,048, with at most ([\d,]+) tokens", snapshot_replies.MOST_TOKENS),
+    ("snapshots", r"2,048, with at most ([\d,]+) tokens", snapshot_format.MOST_REPLY_TOKENS),
     ("security", r"at most once in (\d+) seconds", access.LOG_INTERVAL_S),
     ("security", r"it is stopped after (\d+) seconds", chat_template.RENDER_SECONDS),
     ("security", r"may have ([\d,]+) characters", chat_template.SOURCE),

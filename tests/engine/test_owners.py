@@ -14,7 +14,6 @@ import pytest_asyncio
 from mlxcache.engine.engine import Engine
 from mlxcache.errors import NotFound
 from mlxcache.owner import OWNER, own_ids, owner_of
-from mlxcache.store.sessions import Sessions
 from mlxcache.types import Chat, Finished, Job, Prompt, token_ids
 from tests.conftest import ToyMaker
 from tests.engine.running import started
@@ -238,23 +237,3 @@ async def test_to_clear_is_to_clear_ones_own(shared: Shared) -> None:
     assert (await ask(engine, erin, "erin-3")).cached_tokens == 0
     assert (await ask(engine, ALICE, "alice-still")).cached_tokens > 0
     assert sessions[ALICE] in await ids_of(engine, ALICE)
-
-
-def test_a_table_of_before_is_given_owners(tmp_path: Path) -> None:
-    """What is in it belongs to nobody, as all did."""
-    from mlxcache.store.database import Database
-    from mlxcache.store.session_rows import SCHEMA
-
-    database = Database.open(tmp_path)
-    database.create(SCHEMA.replace(", owner TEXT", ""))
-    with database.write() as db:
-        db.execute(
-            "INSERT INTO sessions (id, namespace, model, turns, pinned, created_at, last_used_at)"
-            " VALUES ('ses_1', 'n', 'm', 1, 0, 1.0, 2.0)"
-        )
-    sessions = Sessions(database)
-    assert [one.id for one in sessions.all(owner=None)] == ["ses_1"]
-    assert sessions.all(owner=ALICE) == []
-    with pytest.raises(NotFound):
-        sessions.get("ses_1", ALICE)
-    database.close()

@@ -1,8 +1,8 @@
 """The index of the store at a million files: how long a start, a lookup and an eviction take.
 
-`python -m tests.proofs.index_scale` writes an index of synthetic runs and checkpoints, as a server
-of an earlier version left it, with empty files of the right sizes, and prints medians. It ends with
-status 1 if a bound is missed.
+`python -m tests.proofs.index_scale` writes an index of synthetic runs and checkpoints that have no
+ranks yet, with empty files of the right sizes, and prints medians. It ends with status 1 if a bound
+is missed.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Annotated
 import numpy as np
 import typer
 
+from mlxcache.store import index
 from mlxcache.store.database import Database
 from mlxcache.store.digests import BLOCK, block_digests, root_digest
 from mlxcache.store.eviction import MARGIN, Space
@@ -29,7 +30,6 @@ from mlxcache.store.folder import CHECKPOINT, RUN, Folder, blocks
 from mlxcache.store.store import Store
 from mlxcache.types import NO_TOKENS, Tokens, join_ids, token_ids
 from tests.store.content import kv
-from tests.store.version_1 import SCHEMA
 
 NAMESPACE = "index-scale"
 LIMIT = 10**15
@@ -121,8 +121,7 @@ def fill(folder: Path, count: int) -> list[Tokens]:
     place, made = Folder(folder), Rows(7)
     place.make()
     with closing(Database.open(folder)) as database:
-        with database.write() as connection:
-            connection.executescript(SCHEMA)
+        database.create(index.SCHEMA)
         files = made.files()
         for _ in range(0, count, BATCH):
             batch = list(islice(files, min(BATCH, count)))

@@ -17,12 +17,11 @@ from mlxcache.ranks.group_store import GroupStore, Whole, wait_for_outcome
 from mlxcache.ranks.leader import Leader
 from mlxcache.safetensors import Tensor
 from mlxcache.store.database import TemporaryDatabase
+from mlxcache.store.leaves import Leaf
 from mlxcache.store.parts import Mode, PartName
 from mlxcache.store.sessions import Sessions
-from mlxcache.store.snapshot_format import LeafInfo, SessionInfo
-from mlxcache.store.snapshot_kv import SnapshotKV
-from mlxcache.store.snapshot_read import import_snapshot, read_snapshot
-from mlxcache.store.snapshot_write import SnapshotExport
+from mlxcache.store.snapshot_format import SessionInfo
+from mlxcache.store.snapshots import SnapshotExport, SnapshotKV, import_snapshot, read_snapshot
 from mlxcache.store.store import Store
 from mlxcache.types import Tokens
 from tests.conftest import ToyMaker
@@ -84,7 +83,7 @@ def stores(shards: Shards, model: Path, folder: Path) -> Iterator[Stores]:
 
 
 def session(store: Store, ids: Tokens) -> SessionInfo:
-    leaf = LeafInfo(ids, prompt_tokens=len(ids), key_tokens=64, last_used_at=1.0)
+    leaf = Leaf(ids, prompt_tokens=len(ids), key_tokens=64, last_used_at=1.0)
     return SessionInfo("ses_1", store.namespace, "toy", (leaf,), created_at=1.0)
 
 

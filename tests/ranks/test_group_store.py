@@ -13,8 +13,9 @@ from mlxcache.model import kv, serialise
 from mlxcache.model.lineage import Lineage
 from mlxcache.safetensors import Tensor
 from mlxcache.store.database import TemporaryDatabase
+from mlxcache.store.leaves import Leaf
 from mlxcache.store.sessions import Sessions
-from mlxcache.store.snapshot_format import LeafInfo, SessionInfo
+from mlxcache.store.snapshot_format import SessionInfo
 from mlxcache.store.store import Store
 from mlxcache.types import join_ids
 from tests.ranks.two_stores import TwoStores, some_ids
@@ -137,7 +138,7 @@ def test_what_is_removed_is_removed_on_every_rank(two: TwoStores):
     two.write(lineage, ids[:128])
     two.write(lineage, ids, 128)
     sessions = Sessions(TemporaryDatabase())
-    leaf = LeafInfo(ids[:128], prompt_tokens=128, key_tokens=128, last_used_at=1.0)
+    leaf = Leaf(ids[:128], prompt_tokens=128, key_tokens=128, last_used_at=1.0)
     info = SessionInfo("ses_1", two.store.namespace, "toy", (leaf,), created_at=1.0)
     made = sessions.adopt(info, 1.0, None, None)
     two.store.remove_unshared(sessions, ids)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,8 @@ from mlxcache.remote import fetch, grid
 from mlxcache.remote.objects import Objects, open_remote
 from mlxcache.remote.tier import LOOKUPS
 from mlxcache.safetensors import Tensor, header_of
-from mlxcache.store.kv_files import block_checksums, compose_run, run_of
+from mlxcache.store.digests import Chain
+from mlxcache.store.kv_files import compose_run, run_of
 from mlxcache.types import join_ids
 from tests.remote.servers import CELL, server
 from tests.store.content import assert_right, branch, kv, tokens
@@ -110,26 +110,23 @@ def test_a_state_is_fetched_with_the_runs_before_it(tmp_path: Path, remote: Obje
         assert 790 <= found.length <= 1050
 
 
-def with_nan(data: bytes) -> bytes:
+def with_nan(data: bytes, chain: Chain) -> bytes:
     """The object of a run with NaN in its last token, and the right checksums."""
     run = run_of(header_of(data))
-    held = [bytearray(data[one.offset : one.offset + one.nbytes]) for one in run.header.places]
+    held = [bytearray(data[one.offset : one.offset + one.nbytes]) for one in run.places]
     place, raw = next(
         (one, raw)
-        for one, raw in zip(run.header.places, held, strict=True)
+        for one, raw in zip(run.places, held, strict=True)
         if one.dtype in ("F32", "F16", "BF16") and one.name not in run.late
     )
     raw[-place.nbytes // len(run.tokens) :] = b"\xff" * (place.nbytes // len(run.tokens))
     tensors = [
         Tensor(one.name, one.dtype, one.shape, memoryview(raw))
-        for one, raw in zip(run.header.places, held, strict=True)
+        for one, raw in zip(run.places, held, strict=True)
     ]
-    plain, late = (
-        block_checksums([t.bytes for t in tensors if (t.name in run.late) is k], len(run.tokens))
-        for k in (False, True)
-    )
-    run = replace(run, checksums=tuple(plain), late_checksums=tuple(late) if run.late else ())
-    return b"".join([compose_run(run, tensors), *held])
+    stop = run.start + len(run.tokens)
+    head = compose_run(chain, run.start, stop, tensors, run.late)
+    return b"".join([head, *held])
 
 
 @pytest.mark.parametrize("damage", ["noise", "empty", "other", "flipped", "nan"])
@@ -150,7 +147,7 @@ def test_garbage_is_discarded_and_replaced(tmp_path: Path, remote: Objects, dama
             "noise": np.random.default_rng(1).bytes(len(good)),
             "empty": b"",
             "other": remote.get(name(chain, 256)),
-            "nan": with_nan(good),
+            "nan": with_nan(good, chain),
             "flipped": good[:-50] + bytes([good[-50] ^ 1]) + good[-49:],
         }[damage]
         assert bad is not None

@@ -9,8 +9,7 @@ from math import log2
 
 from mlxcache.store.eviction import MOMENT_S
 from mlxcache.store.folder import CHECKPOINT
-from mlxcache.store.index import Row
-from mlxcache.store.ranks import MOST_REUSES
+from mlxcache.store.index import MOST_REUSES, Row
 
 NO_REUSES: Mapping[int, int] = {}
 

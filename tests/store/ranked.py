@@ -20,7 +20,6 @@ def indexed(rows: Sequence[Row]) -> Iterator[sqlite3.Connection]:
     connection = sqlite3.connect(":memory:", isolation_level=None)
     connection.execute("PRAGMA foreign_keys=ON")
     connection.executescript(index.SCHEMA)
-    index.complete(connection)
     for row in rows:
         put(connection, row)
     try:

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from mlxcache.safetensors import Tensor
-from mlxcache.store.snapshot_format import LeafInfo, SessionInfo, Spec
-from mlxcache.store.snapshot_kv import SnapshotKV
-from mlxcache.store.snapshot_write import SnapshotExport
+from mlxcache.store.leaves import Leaf
+from mlxcache.store.snapshot_format import SessionInfo, Spec
+from mlxcache.store.snapshots import SnapshotExport, SnapshotKV
 from mlxcache.store.store import Store
 from mlxcache.types import Tokens, join_ids, token_ids
 
@@ -77,7 +77,7 @@ def session(*leaves: Tokens, namespace: str = NAMESPACE) -> SessionInfo:
         namespace=namespace,
         model="owner/some-model",
         leaves=tuple(
-            LeafInfo(ids, kind, len(ids) - 1, min(7, len(ids)), 3, 1000.5)  # type: ignore[arg-type]
+            Leaf(ids, kind, len(ids) - 1, min(7, len(ids)), 3, 1000.5)  # type: ignore[arg-type]
             for ids, kind in zip(leaves, kinds, strict=True)
         ),
         label="abc",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from contextlib import suppress
+import sqlite3
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -311,6 +312,30 @@ def test_a_damaged_index_never_serves_wrong_content(tmp_path_factory, data):
                     put(store, ids, store.find(ids).length // 64 * 64)
         assert store.check() == []
         store.close()
+
+
+@pytest.mark.parametrize("reading", [False, True])
+def test_a_folder_of_a_later_version_is_refused_and_nothing_is_lost(folder, monkeypatch, reading):
+    """Also where it cannot be written."""
+    every = history(folder)
+
+    def set_version(number: int) -> None:
+        with closing(sqlite3.connect(folder / "index.sqlite")) as connection:
+            connection.execute(f"PRAGMA user_version = {number}")
+
+    set_version(2)
+    before = {path: path.read_bytes() for path in files(folder)}
+    if reading:
+        monkeypatch.setattr("mlxcache.store.recovery.find_obstacle", lambda _: "read-only")
+    with pytest.raises(StoreError, match="newer version of mlxcache: update mlxcache, or choose"):
+        Store.open(folder, NAMESPACE, 10**9)
+    assert {path: path.read_bytes() for path in files(folder)} == before
+    monkeypatch.undo()
+    set_version(1)
+    with opened(folder) as store:
+        assert store.stats().quarantined == 0
+        for ids in every:
+            assert assert_right(store, ids).length == len(ids)
 
 
 @pytest.mark.parametrize("at", [18, 19])

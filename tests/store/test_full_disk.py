@@ -12,13 +12,11 @@ import pytest
 
 from mlxcache.cli.offline import Offline
 from mlxcache.errors import StoreError
-from mlxcache.store import recovery, store
-from mlxcache.store.database import Unwritable, connect
-from mlxcache.store.folder import Folder
+from mlxcache.store import recovery
+from mlxcache.store.database import Unwritable, connect, list_session_names
+from mlxcache.store.folder import RESERVE_BYTES, SMALL_BYTES, Folder
 from mlxcache.store.leaves import conversation_key_tokens
 from mlxcache.store.lock import servers, serving
-from mlxcache.store.reserve import RESERVE_BYTES, SMALL_BYTES
-from mlxcache.store.session_names import list_session_names
 from mlxcache.store.sessions import Sessions, Turn
 from tests.small_disk import fill, mount, small_disk
 from tests.store.content import NAMESPACE, assert_right, opened, put, tokens
@@ -52,7 +50,7 @@ def _turn(ids, label: str) -> Turn:
 
 
 def without_reserve(folder: Path) -> None:
-    """Leave the folder as an earlier version did."""
+    """Leave the folder as a command without a server does."""
     (folder / "reserve").unlink()
 
 
@@ -130,7 +128,7 @@ def test_an_open_store_frees_the_space_of_a_full_disk(disk):
     with opened(disk / "store", LIMIT, free_floor=NO_FLOOR) as made:
         sessions = Sessions(made.database)
         ids = [sessions.record_turn(_turn(tokens(2000, seed), f"x{seed}")) for seed in range(9)]
-        made.database.shrink()
+        made.database.empty_log(shrink=True)
         fill(disk)
         with pytest.raises(StoreError, match="full"):
             sessions.record_turn(_turn(tokens(2000, 10), "new"))
@@ -190,8 +188,7 @@ def test_a_full_disk_is_listed_without_a_byte(folder, monkeypatch):
 
 
 def cannot_write(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (store, recovery):
-        monkeypatch.setattr(module, "find_obstacle", lambda _: "The disk is read-only.")
+    monkeypatch.setattr(recovery, "find_obstacle", lambda _: "The disk is read-only.")
 
 
 def test_a_folder_that_cannot_be_written_is_read(folder, monkeypatch):
@@ -225,17 +222,6 @@ def test_a_folder_that_cannot_be_written_is_read(folder, monkeypatch):
         assert len(sessions.all()) == 3
     with opened(folder, LIMIT, free_floor=NO_FLOOR) as made:
         assert made.check() == []
-
-
-def test_a_folder_of_an_earlier_version_that_cannot_be_written_is_read(folder, monkeypatch):
-    """Its tables lack columns of this one."""
-    make_sessions(folder)
-    with opened(folder, LIMIT) as made, made.database.write() as db:
-        db.execute("DROP INDEX sessions_owner")
-        db.execute("ALTER TABLE sessions DROP COLUMN owner")
-        db.execute("ALTER TABLE leaves DROP COLUMN replies")
-    cannot_write(monkeypatch)
-    assert len(Offline(folder.parent).sessions()) == 3
 
 
 def test_a_disk_that_is_read_only_from_the_start_is_read(disk):

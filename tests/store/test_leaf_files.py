@@ -9,10 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mlxcache.store import leaf_files
-from mlxcache.store.leaf_files import durable_tokens
+from mlxcache.store import listing
 from mlxcache.store.leaves import LeafRow
-from mlxcache.store.listing import Held
+from mlxcache.store.listing import Held, durable_tokens
 from mlxcache.store.store import Store
 from mlxcache.types import Tokens, join_ids
 from tests.store.content import branch, opened, put, snapshot, tokens, turns
@@ -100,7 +99,7 @@ def test_what_is_remembered_is_what_a_lookup_finds(
     folder: Path, leaves: Leaves, monkeypatch: pytest.MonkeyPatch, checkpoints: bool
 ) -> None:
     """Over random turns, edits, forks, evictions and checkpoints, by two processes."""
-    monkeypatch.setattr(leaf_files, "MOST_ADDED", 40)
+    monkeypatch.setattr(listing, "MOST_ADDED", 40)
     chance = np.random.default_rng(5)
     paths = [tokens(400, seed) for seed in range(3)]
     with (

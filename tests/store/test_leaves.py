@@ -21,7 +21,7 @@ def ids(*parts):
 
 
 def leaf(tokens, *, id=1, key=10, turns=1, kind="main"):
-    return Leaf(id, "ses_1", kind, tokens, len(tokens), key, turns, 0.0)
+    return Leaf(tokens, kind, len(tokens), key, turns, 0.0, id=id, session="ses_1")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import errno
 
 import pytest
 
-from mlxcache.store import saving
+from mlxcache.store import index
 from mlxcache.store.database import Database
 from tests.mac_disk import MacDisk
 from tests.store.content import opened, put, tokens
@@ -16,13 +16,13 @@ def test_a_run_is_on_the_disk_before_the_index_names_it(folder, monkeypatch):
     """The file with its content, then its name: each leaves the drive's cache."""
     with opened(folder) as store:
         mac = MacDisk(monkeypatch)
-        make_durable = saving._make_durable
+        put_tokens = index.put_tokens
 
-        def name(*call):
+        def note(*call):
             mac.steps.append("row")
-            make_durable(*call)
+            put_tokens(*call)
 
-        monkeypatch.setattr(saving, "_make_durable", name)
+        monkeypatch.setattr(index, "put_tokens", note)
         put(store, tokens(100))
     assert mac.steps[-4:] == ["F_FULLFSYNC file", "rename", "F_FULLFSYNC folder", "row"]
 

@@ -32,7 +32,7 @@ def test_what_is_durable_survives_kill_9_at_any_moment(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "step", ["folder.os.ftruncate", "folder.sync", "folder.os.rename", "saving._make_durable"]
+    "step", ["folder.os.ftruncate", "folder.sync", "folder.os.rename", "saving.index.put_tokens"]
 )
 def test_a_death_at_each_step_of_a_save_leaves_nothing(folder, step):
     """Killed before the file has its size, is durable, has its name, has its row."""

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import random
-import re
 import sqlite3
 from collections.abc import Iterator
-from contextlib import closing
-from dataclasses import replace
+from dataclasses import astuple
 
 import pytest
 
-from mlxcache.store import index, ranks, recovery
-from mlxcache.store.database import Database
-from mlxcache.store.eviction import files_to_evict, ranked_files
-from mlxcache.store.folder import CHECKPOINT, RUN
-from mlxcache.store.index import Row
+from mlxcache.store import index
+from mlxcache.store.eviction import checkpoints_over_share, files_to_evict, ranked_files
+from mlxcache.store.folder import CHECKPOINT, KINDS, RUN
+from mlxcache.store.index import Row, Totals, read_totals
 from mlxcache.store.store import Store
-from mlxcache.store.thinning import checkpoints_over_share
-from mlxcache.store.totals import Totals, read_totals
 from tests.store import eviction_oracle as oracle
-from tests.store import version_1
 from tests.store.content import opened, put, snapshot, tokens
 from tests.store.ranked import indexed
 from tests.store.ranked import put as put_row
@@ -143,7 +137,8 @@ def counted(connection: sqlite3.Connection) -> dict[str, Totals]:
     for row in index.rows(connection):
         durable = row.owner is None
         sums = (1, int(durable), row.disk, row.disk * durable, row.disk * (row.id in pinned))
-        found[row.kind] += Totals(*sums, row.stop - row.start)
+        both = zip(astuple(found[row.kind]), (*sums, row.stop - row.start), strict=True)
+        found[row.kind] = Totals(*map(sum, both))
     return found
 
 
@@ -170,7 +165,10 @@ def test_the_order_is_that_of_all_files_at_once(files):
         for _ in range(files.random.randint(1, 8)):
             files.change()
         rows = index.rows(files.connection)
-        rules = (index.pinned(files.connection), index.reuse_counts(files.connection))
+        rules = (
+            index.pinned(files.connection),
+            dict(files.connection.execute("SELECT file, count FROM found")),
+        )
         need = files.random.choice((1, 60, 10**6))
         wanted = oracle.files_to_evict(rows, need, *rules, partly=True)
         assert files_to_evict(files.connection, need, partly=True) == wanted
@@ -212,7 +210,9 @@ def test_totals_are_those_of_a_count(files):
     for _ in range(60):
         for _ in range(4):
             files.change()
-        assert read_totals(files.connection) == counted(files.connection)
+        assert {kind: read_totals(files.connection, kind) for kind in KINDS} == counted(
+            files.connection
+        )
 
 
 def save(store: Store, seed: int) -> None:
@@ -221,47 +221,6 @@ def save(store: Store, seed: int) -> None:
     for start, stop in ((0, 192), (192, 320), (320, 400)):
         put(store, ids[:stop], start)
         store.write_checkpoint(ids[:stop], snapshot(ids[:stop]))
-
-
-def test_an_index_of_an_earlier_version_is_completed(folder):
-    """Its files are counted and ranked once, and none is lost."""
-    with opened(folder) as store:
-        for seed in range(4):
-            save(store, seed)
-        with store.database.read() as connection:
-            rows = index.rows(connection)
-            tokens_of = {row.id: index.get_tokens(connection, row.id) for row in rows}
-    for path in folder.glob("index.sqlite*"):
-        path.unlink()
-    with closing(Database.open(folder)) as database, database.write() as connection:
-        connection.executescript(version_1.SCHEMA)
-        for row in rows:
-            id = index.insert(connection, replace(row))
-            assert id == row.id
-            if row.kind == RUN:
-                index.put_tokens(connection, id, tokens_of[id])
-    with opened(folder) as store:
-        assert store.stats().runs == 12
-        assert store.stats().quarantined == 0
-        with store.database.write() as connection:
-            assert read_totals(connection) == counted(connection)
-            wanted = oracle.files_to_evict(index.rows(connection), 10**9, (), {}, partly=True)
-            assert files_to_evict(connection, 10**9, partly=True) == wanted
-        assert store.find(tokens(400, 3)).length == 400
-
-
-def test_a_long_start_logs_its_progress(folder, monkeypatch, caplog):
-    """An index of an earlier version may have a million files to rank."""
-    with opened(folder) as store:
-        save(store, 0)
-        with store.database.write() as connection:
-            query = "INSERT INTO file SELECT ?1, 'run', randomblob(16), base, key, start, stop,"
-            query += " nbytes, disk, used, NULL, NULL, 'x' FROM file WHERE id = 1"
-            connection.executemany(query, [(id,) for id in range(100, 2100)])
-            monkeypatch.setattr(recovery, "PROGRESS_S", 0.0)
-            caplog.set_level("INFO", "mlxcache.store.recovery")
-            ranks.refresh(connection, recovery._Progress(folder / "index.sqlite"))
-    assert re.search(r"1000 of \d+ files put in the order of eviction", caplog.text)
 
 
 def test_no_query_reads_all_files(folder):

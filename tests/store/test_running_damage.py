@@ -19,7 +19,7 @@ def test_an_index_that_is_damaged_under_an_open_store_is_made_again_by_the_next(
     ids = tokens(1000)
     with opened(folder) as store:
         turns(store, ids, 300, 1000)
-        store.database.shrink()
+        store.database.empty_log(shrink=True)
         index = folder / "index.sqlite"
         data = bytearray(index.read_bytes())
         data[where] = bytes(len(data[where]))

@@ -47,21 +47,6 @@ def test_figures_of_a_sessions_requests_add_up(sessions, folder):
         assert again.prefill_times("another") == {}
 
 
-def test_figures_of_a_version_without_guesses_are_read(sessions, folder):
-    """Its table lacks their columns; they are added, and count from zero."""
-    one = turn(sessions, "one", cached_tokens=10)
-    for name in ("drafted_tokens", "accepted_tokens", "guess_passes", "guess_saved_s"):
-        with sessions._database.write() as db:
-            db.execute(f"ALTER TABLE session_figures DROP COLUMN {name}")
-    with opened(folder) as store:
-        again = Sessions(store.database)
-        assert figures(again, one) == SessionFigures(requests=1, cached_tokens=10)
-        turn(again, "one", drafted_tokens=9, accepted_tokens=7, guess_passes=2, guess_saved_s=-0.5)
-        found = figures(again, one).as_object()
-        assert (found["drafted_tokens"], found["accepted_tokens"]) == (9, 7)
-        assert (found["guess_passes"], found["guess_saved_s"]) == (2, -0.5)
-
-
 def test_figures_go_with_their_session_and_not_into_a_fork(sessions):
     """A new session of the same label begins at zero."""
     one = turn(sessions, "one", cached_tokens=10)

@@ -8,10 +8,10 @@ import pytest
 from mlxcache.errors import BadRequest, NotFound, StoreError
 from mlxcache.store import session_rows
 from mlxcache.store.database import Database, TemporaryDatabase
-from mlxcache.store.leaves import conversation_key_tokens
+from mlxcache.store.leaves import Leaf, conversation_key_tokens
 from mlxcache.store.reply_rows import ReplyRow
 from mlxcache.store.sessions import ANY_OWNER, Sessions, Turn, id_of
-from mlxcache.store.snapshot_format import LeafInfo, SessionInfo
+from mlxcache.store.snapshot_format import SessionInfo
 from mlxcache.types import token_ids
 
 HEAD = list(range(1000, 1030))
@@ -328,7 +328,7 @@ def test_a_temporary_database_leaves_no_file(tmp_path, monkeypatch):
 
 
 def from_file(id, **more):
-    leaf = LeafInfo(token_ids([*HEAD, *talk(0)]), prompt_tokens=40, key_tokens=40)
+    leaf = Leaf(token_ids([*HEAD, *talk(0)]), prompt_tokens=40, key_tokens=40)
     return SessionInfo(id, "n", "model", (leaf,), **more)
 
 

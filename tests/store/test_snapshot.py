@@ -11,11 +11,10 @@ import pytest
 
 from mlxcache.cli.offline import Offline
 from mlxcache.errors import DiskFull, Gone, SnapshotRefused, StoreError
-from mlxcache.store import snapshot_format, snapshot_read, snapshot_write
+from mlxcache.store import snapshot_format, snapshots
 from mlxcache.store.kv_files import is_finite
 from mlxcache.store.snapshot_format import detect_format
-from mlxcache.store.snapshot_read import Snapshot, import_snapshot, read_snapshot
-from mlxcache.store.snapshot_write import SnapshotExport
+from mlxcache.store.snapshots import Snapshot, SnapshotExport, import_snapshot, read_snapshot
 from mlxcache.types import join_ids, token_ids
 from tests.memory import peak_bytes
 from tests.store.session_of import (
@@ -121,7 +120,7 @@ def test_a_damaged_run_is_left_out(tmp_path: Path) -> None:
 def test_too_many_checkpoints_keep_the_first_and_the_newest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(snapshot_write, "MOST_STATES", 3)
+    monkeypatch.setattr(snapshots, "MOST_STATES", 3)
     ids = ids_of(300)
     save(store_in(tmp_path / "a"), ids, states=[64, 128, 192, 256, 300])
     snapshot = moved(tmp_path, session(ids))
@@ -131,7 +130,7 @@ def test_too_many_checkpoints_keep_the_first_and_the_newest(
 def test_it_is_written_in_bounded_pieces_with_progress(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(snapshot_read, "PIECE_BYTES", 20_000)
+    monkeypatch.setattr(snapshots, "PIECE_BYTES", 20_000)
     ids = ids_of(1000)
     save(store_in(tmp_path / "a"), ids, step=1000, states=[900])
     path = snapshot_in(tmp_path / "s", store_in(tmp_path / "a"), session(ids))
@@ -210,7 +209,7 @@ def test_what_holds_nan_or_infinity_is_refused_and_nothing_is_written(
     save(store_in(tmp_path / "a"), ids, states=[250])
     with poisoned(monkeypatch, name, value):
         path = snapshot_in(tmp_path / "s", store_in(tmp_path / "a"), session(ids))
-    monkeypatch.setattr(snapshot_read, "PIECE_BYTES", 10_000)
+    monkeypatch.setattr(snapshots, "PIECE_BYTES", 10_000)
     cache = tmp_path / "cache"
     with pytest.raises(SnapshotRefused, match="NaN or infinity"):
         import_snapshot(store_in(tmp_path / "b"), read_snapshot(path, NAMESPACE, spec=SPEC))

@@ -19,7 +19,7 @@ from xxhash import xxh3_64_hexdigest
 
 from mlxcache.errors import SnapshotRefused, StoreError
 from mlxcache.store.snapshot_format import Description
-from mlxcache.store.snapshot_read import import_snapshot, read_snapshot
+from mlxcache.store.snapshots import import_snapshot, read_snapshot
 from tests.store.session_of import SPEC, held, ids_of, save, session, snapshot_in, store_in
 
 LENGTH, SHARED = 150, 100
@@ -258,7 +258,7 @@ def test_a_hostile_file_gets_an_error_and_not_memory(
         "import resource, sys\n"
         "from pathlib import Path\n"
         "from mlxcache.errors import SnapshotRefused\n"
-        "from mlxcache.store.snapshot_read import read_snapshot\n"
+        "from mlxcache.store.snapshots import read_snapshot\n"
         "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
         f"resource.setrlimit(resource.RLIMIT_AS, (used + {MEMORY}, used + {MEMORY}))\n"
         "try:\n    read_snapshot(Path(sys.argv[1]))\n"

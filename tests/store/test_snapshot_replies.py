@@ -14,13 +14,13 @@ import pytest
 
 from mlxcache.errors import SnapshotRefused
 from mlxcache.safetensors import MOST_FOREIGN
-from mlxcache.store import snapshot_replies
+from mlxcache.store import snapshot_format
 from mlxcache.store.database import TemporaryDatabase
 from mlxcache.store.reply_rows import MOST_KEYS, ReplyRow
 from mlxcache.store.session_rows import Turn
 from mlxcache.store.sessions import Sessions
 from mlxcache.store.snapshot_format import SessionInfo
-from mlxcache.store.snapshot_read import read_snapshot
+from mlxcache.store.snapshots import read_snapshot
 from mlxcache.types import Tokens, join_ids, token_ids
 from tests.store.session_of import NAMESPACE, ids_of, save, session, snapshot_in, store_in
 from tests.store.test_snapshot_fuzz import header_of, with_header
@@ -121,18 +121,6 @@ def test_they_are_imported_once_for_the_importing_owner(sessions: Sessions, tmp_
     assert other.replies(NAMESPACE, last) == ({}, last)
 
 
-def test_a_table_of_an_earlier_version_has_them_by_their_ids(sessions: Sessions):
-    """Its rows have no keys."""
-    first = reply(1)
-    work = sessions.record_turn(turn(ids_of(80), first, label="work"))
-    sessions.record_turn(turn(ids_of(80), reply(2), label="work"))
-    with sessions._database.write() as db:
-        db.execute("ALTER TABLE replies DROP COLUMN key")
-        db.execute("ALTER TABLE leaves DROP COLUMN replies")
-    again = Sessions(sessions._database)
-    assert held(again.info(work)) == {reply(2).key}
-
-
 def test_every_field_comes_back(tmp_path: Path):
     whole = reply(3, ids_of(70, 3), history=b"h" * 16, calls=False, thinking_open=True)
     rows = (whole, reply(4, generic_tools=True, stopped="é\n"))
@@ -147,7 +135,7 @@ def test_every_field_comes_back(tmp_path: Path):
 
 def test_the_newest_are_kept_within_the_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Of replies, of their tokens, and of a header that any version reads."""
-    monkeypatch.setattr(snapshot_replies, "MOST_TOKENS", 1000)
+    monkeypatch.setattr(snapshot_format, "MOST_REPLY_TOKENS", 1000)
     rows = tuple(reply(n % 200, token_ids([n, 1]), length=n) for n in range(400))
     info = session(ids_of(100))
     info = replace(
@@ -156,7 +144,7 @@ def test_the_newest_are_kept_within_the_bounds(tmp_path: Path, monkeypatch: pyte
         replies=(*rows[:1], reply(1, ids_of(900)), *rows),
     )
     assert carried(tmp_path, info).replies[0].ids[0] == 0
-    monkeypatch.setattr(snapshot_replies, "MOST_TOKENS", 100)
+    monkeypatch.setattr(snapshot_format, "MOST_REPLY_TOKENS", 100)
     found = carried(tmp_path, info)
     assert [int(row.ids[0]) for row in found.replies] == list(range(350, 400))
     assert found.leaves[0].replies == tuple(row.key for row in rows[350:])

@@ -15,7 +15,7 @@ from mlxcache.cli.progress import Step
 from mlxcache.config import disk_limit, format_size
 from mlxcache.disk_calls import sync
 from mlxcache.private import make_folder
-from mlxcache.store.network_folder import network_type
+from mlxcache.store.cache_folder import network_type
 
 TEST_BYTES = 256 << 20
 PART_BYTES = 8 << 20
