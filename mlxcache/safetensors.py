@@ -96,6 +96,8 @@ class Malformed(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Place:
+    """A tensor in a file; `offset` is in bytes from the start of the file."""
+
     name: str
     dtype: str
     shape: tuple[int, ...]
@@ -141,13 +143,10 @@ def compose(
     if len(text) > MAX_HEADER:
         raise ValueError(f"a header of {len(text)} bytes is more than the format allows")
     raw = len(text).to_bytes(_LENGTH, "little") + text
-    return _with_check(raw) if own else raw
-
-
-def _with_check(raw: bytes) -> bytes:
-    check = xxh3_64_hexdigest(raw).encode()
-    at = _LENGTH + len(OPENING)
-    return raw[:at] + check + raw[at + len(check) :]
+    if own:
+        at = _LENGTH + len(OPENING)
+        raw = raw[:at] + xxh3_64_hexdigest(raw).encode() + raw[at + len(_NO_CHECK) :]
+    return raw
 
 
 def read_header(fd: int, *, own: bool = True) -> Header:
@@ -155,11 +154,7 @@ def read_header(fd: int, *, own: bool = True) -> Header:
 
     With `own`, the header must have a correct checksum. Raises Malformed and OSError.
     """
-    size = os.fstat(fd).st_size
-    raw = _raw_header(fd, MAX_HEADER)
-    if own:
-        _verify_check(raw)
-    return parse(raw[_LENGTH:], size)
+    return _checked(_raw_header(fd, MAX_HEADER), os.fstat(fd).st_size, own=own)
 
 
 def header_of(data: bytes) -> Header:
@@ -171,23 +166,7 @@ def header_of(data: bytes) -> Header:
     length = int.from_bytes(data[:_LENGTH], "little")
     if not 2 <= length <= min(MOST_FOREIGN, len(data) - _LENGTH):
         raise Malformed("its header does not fit into it")
-    raw = data[: _LENGTH + length]
-    _verify_check(raw)
-    if not is_foreign_size(raw):
-        raise Malformed("its header has too many entries")
-    return parse(raw[_LENGTH:], len(data))
-
-
-def _verify_check(raw: bytes) -> None:
-    """Raise Malformed unless the checksum in a header's metadata is correct.
-
-    `raw`: the length of the header, and the header.
-    """
-    at = _LENGTH + len(OPENING)
-    stored = raw[at : at + len(_NO_CHECK)]
-    zeroed = raw[:at] + _NO_CHECK + raw[at + len(_NO_CHECK) :]
-    if raw[_LENGTH:at] != OPENING or stored != xxh3_64_hexdigest(zeroed).encode():
-        raise Malformed("its header is damaged, or not of mlxcache")
+    return _foreign(data[: _LENGTH + length], len(data), own=True)
 
 
 def read_foreign_header(fd: int, *, own: bool) -> Header:
@@ -195,9 +174,23 @@ def read_foreign_header(fd: int, *, own: bool) -> Header:
 
     Raises Malformed if it is too large (see `is_foreign_size`), and the errors of `read_header`.
     """
-    if not is_foreign_size(_raw_header(fd, MOST_FOREIGN)[_LENGTH:]):
+    return _foreign(_raw_header(fd, MOST_FOREIGN), os.fstat(fd).st_size, own=own)
+
+
+def _foreign(raw: bytes, size: int, *, own: bool) -> Header:
+    if not is_foreign_size(raw[_LENGTH:]):
         raise Malformed("its header has too many entries")
-    return read_header(fd, own=own)
+    return _checked(raw, size, own=own)
+
+
+def _checked(raw: bytes, size: int, *, own: bool) -> Header:
+    """Parse the length of a header and the header, with `own` after checking its checksum."""
+    at = _LENGTH + len(OPENING)
+    stored = raw[at : at + len(_NO_CHECK)]
+    zeroed = raw[:at] + _NO_CHECK + raw[at + len(_NO_CHECK) :]
+    if own and (raw[_LENGTH:at] != OPENING or stored != xxh3_64_hexdigest(zeroed).encode()):
+        raise Malformed("its header is damaged, or not of mlxcache")
+    return parse(raw[_LENGTH:], size)
 
 
 def _raw_header(fd: int, most: int) -> bytes:

@@ -7,7 +7,7 @@ import os
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from pathlib import Path
 
 from mlxcache.errors import DiskFull, StoreError
@@ -196,7 +196,7 @@ class Database:
         """
         if script not in self._scripts:
             self._scripts.append(script)
-        with self._transaction() as connection:
+        with self.steady() as connection:
             statement = ""
             for line in script.splitlines(keepends=True):
                 statement += line
@@ -282,8 +282,7 @@ class Database:
                 finally:
                     connection.rollback()
 
-    @contextmanager
-    def write(self) -> Iterator[sqlite3.Connection]:
+    def write(self) -> AbstractContextManager[sqlite3.Connection]:
         """Yield a connection in a write transaction, which is committed when the block ends.
 
         If the block raises, the transaction is rolled back. Changes are durable once the block has
@@ -291,20 +290,17 @@ class Database:
         other threads or processes write; raises Locked after `BUSY_S` seconds, or the seconds set
         with `patience`, Unwritable if the disk cannot be written, and other StoreErrors.
         """
-        with self._transaction(changes=True) as connection:
-            yield connection
+        return self._transaction(changes=True)
 
-    @contextmanager
-    def steady(self) -> Iterator[sqlite3.Connection]:
+    def steady(self) -> AbstractContextManager[sqlite3.Connection]:
         """Yield a connection to read with, and keep other writers out until the block ends.
 
         If the file cannot be written, it is one to the copy in memory. Raises as `write` does.
         """
-        with self._transaction() as connection:
-            yield connection
+        return self._transaction(changes=False)
 
     @contextmanager
-    def _transaction(self, *, changes: bool = False) -> Iterator[sqlite3.Connection]:
+    def _transaction(self, *, changes: bool) -> Iterator[sqlite3.Connection]:
         current = self._current()
         if current is not None:
             yield current

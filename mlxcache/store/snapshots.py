@@ -507,12 +507,16 @@ def _pieces(fd: int, snapshot: Snapshot, nbytes: int) -> Iterator[_Piece]:
         for at in range(0, leaf.rows, step):
             end = min(at + step, leaf.rows)
             tensors = [_rows(fd, place, row + at, row + end) for place in snapshot.kv]
-            found = _block_sums(tensors, end - at, index, at // BLOCK)
-            if found != snapshot.sums[block : block + len(found)]:
+            blocks = range(at // BLOCK, -(-end // BLOCK))
+            found = [xxh3_64(seed=block_seed(index, number)) for number in blocks]
+            for tensor in tensors:
+                update_blocks(found, BLOCK * (tensor.nbytes // (end - at)), 0, tensor.data)
+            sums = tuple(one.digest() for one in found)
+            if sums != snapshot.sums[block : block + len(sums)]:
                 raise SnapshotRefused(
                     "The snapshot is damaged: the checksum of some KV is wrong. Export it again."
                 )
-            block += len(found)
+            block += len(sums)
             yield ids[: leaf.start + end], leaf.start + at, tensors
         row += leaf.rows
     yield from _checkpoints(fd, snapshot, snapshot.sums[block:])
@@ -534,17 +538,6 @@ def _checkpoints(fd: int, snapshot: Snapshot, sums: Sequence[bytes]) -> Iterator
                 "The snapshot is damaged: the checksum of a checkpoint is wrong. Export it again."
             )
         yield snapshot.session.leaves[saved.leaf].ids[: saved.position], None, tensors
-
-
-def _block_sums(tensors: Sequence[Tensor], rows: int, leaf: int, first: int) -> tuple[bytes, ...]:
-    sums = []
-    for at in range(0, rows, BLOCK):
-        state = xxh3_64(seed=block_seed(leaf, first + at // BLOCK))
-        for tensor in tensors:
-            size = tensor.nbytes // rows
-            state.update(tensor.data[at * size : (at + BLOCK) * size])
-        sums.append(state.digest())
-    return tuple(sums)
 
 
 def _rows(fd: int, place: Place, first: int, last: int) -> Tensor:

@@ -270,7 +270,7 @@ def test_what_a_restore_needs_is_read_ahead_once(
             with open_file(piece.path) as fd:
                 head = read_run(fd)
             unread = head.late if piece.end <= lookup.windows_from else ()
-            end = max(p.offset + p.nbytes for p in head.header.places if p.name not in unread)
+            end = max(p.offset + p.nbytes for p in head.places if p.name not in unread)
             needed += [(piece.path.stat().st_ino, 0, end)] if piece.end > known else []
         assert advised == needed
         assert 1 < len(needed) == len(lookup.pieces) - (known > 0)
