@@ -158,7 +158,7 @@ def clear(
     return Result(found, f"Removed {count}, freed {format_size(freed)} on disk")
 
 
-# -- a shared remote ------------------------------------------------------------------------------
+# -- a shared remote ---------------------------------------------------------------------------
 
 
 def show_remote(settings: Settings) -> Result:
@@ -220,7 +220,7 @@ def prune_remote(settings: Settings, older_than: str | None) -> Result:
     return Result(found, f"Removed {removed}, {format_size(freed)}, from {settings.remote}")
 
 
-# -- figures --------------------------------------------------------------------------------------
+# -- figures -----------------------------------------------------------------------------------
 
 
 _RULES = "Requests canonicalised, by rule"
@@ -412,7 +412,7 @@ def _format_value(path: str, value: Any) -> str:
     return show.format_duration(value) if path.endswith("seconds") else f"{value:,}"
 
 
-# -- warm -----------------------------------------------------------------------------------------
+# -- warm --------------------------------------------------------------------------------------
 
 
 @partial(located, find=find_server)

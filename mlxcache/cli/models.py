@@ -337,7 +337,7 @@ def rm(
     Result(removed, f"Removed: {model}, freed {size}").print(as_json=as_json)
 
 
-# -- models on this machine -----------------------------------------------------------------------
+# -- models on this machine --------------------------------------------------------------------
 
 
 _PROGRAM = "mlxcache"

@@ -258,7 +258,7 @@ def _speed_of(flag: str, text: str | None) -> float | None:
     return None if text is None else positive_size(flag, text, "bytes per second such as 2GB")
 
 
-# -- printing --------------------------------------------------------------------------------------
+# -- printing ----------------------------------------------------------------------------------
 
 
 def show(plan: Plan) -> None:
@@ -330,7 +330,7 @@ def _bar(share: float) -> str:
     return "█" * round(BAR * share)
 
 
-# -- trace ----------------------------------------------------------------------------------------
+# -- trace -------------------------------------------------------------------------------------
 
 
 @partial(located, find=find_server)

@@ -333,7 +333,7 @@ def _limit_accept_errors(loop: asyncio.AbstractEventLoop) -> None:
     loop.set_exception_handler(handle)
 
 
-# -- what is printed at the start and the end -----------------------------------------------------
+# -- what is printed at the start and the end --------------------------------------------------
 
 
 def print_welcome(

@@ -24,7 +24,7 @@ from mlxcache.config import format_size
 from mlxcache.errors import MlxcacheError
 from mlxcache.types import WARMING
 
-# -- the latest state of a server -----------------------------------------------------------------
+# -- the latest state of a server --------------------------------------------------------------
 
 
 PARTS = ("server", "cache", "requests", "sessions")
@@ -122,7 +122,7 @@ def watch(remote: Remote) -> queue.SimpleQueue[Update]:
     return updates
 
 
-# -- its rendering --------------------------------------------------------------------------------
+# -- its rendering -----------------------------------------------------------------------------
 
 
 BAR = 20
@@ -440,7 +440,7 @@ def _session_of(row: Mapping[str, Any], names: Names) -> Text:
     return Text(visible(name or row["client"] or session or "-"))
 
 
-# -- the command ----------------------------------------------------------------------------------
+# -- the command -------------------------------------------------------------------------------
 
 
 ONCE_TIMEOUT_S = 5.0

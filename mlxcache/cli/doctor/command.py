@@ -1,9 +1,9 @@
-"""The command `mlxcache doctor`: tables of checks, and the printing of findings."""
+"""The command `mlxcache doctor`: the checks in their order, and the printing of findings."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -72,43 +72,6 @@ def doctor(
 # -- the checks --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """What the checks of the machine look at. It needs MLX.
-
-    `ram` is the budget, and `weights` the bytes of weights that do not count in it: those of a
-    single model. `beside` tells that after the budget.
-    """
-
-    settings: Settings
-    host: machine.Host
-    of_models: Sequence[Finding]
-    ram: int
-    weights: int
-    beside: str
-
-
-Found = Iterable[Finding | None]
-
-_OF_MACHINE: tuple[Callable[[Subject], Found], ...] = (
-    lambda it: [machine.examine_system(it.host)],
-    lambda it: it.of_models,
-    lambda it: [machine.examine_memory(it.host, it.ram, it.weights, it.beside)],
-    lambda it: [machine.examine_metal(it.host, it.ram, it.weights)],
-    lambda it: machine.examine_mac(it.host.chip, it.host.macos, keep_awake=it.settings.keep_awake),
-    lambda it: [machine.examine_blas(it.host)],
-)
-
-_OF_SETTINGS: tuple[Callable[[Settings, str], Found], ...] = (
-    lambda settings, _: [network.examine_remote(settings)] if settings.remote is not None else [],
-    lambda settings, _: network.examine_hosts(settings),
-    lambda settings, _: [network.examine_port(settings)],
-    network.examine_servers,
-    lambda settings, url: clients.examine_clients(os.environ, Path.home(), url, settings.rules),
-)
-"""Checks that take the settings and the address of their server."""
-
-
 def run_checks(settings: Settings, *, quick: bool, shown: bool) -> Report:
     """Run all checks for a server with `settings`, and return their results. Blocks for seconds.
 
@@ -124,7 +87,11 @@ def run_checks(settings: Settings, *, quick: bool, shown: bool) -> Report:
         *of_machine,
         machine.examine_files(),
         *_examine_disk(settings, quick=quick, shown=shown),
-        *(one for check in _OF_SETTINGS for one in check(settings, url)),
+        network.examine_remote(settings) if settings.remote is not None else None,
+        *network.examine_hosts(settings),
+        network.examine_port(settings),
+        *network.examine_servers(settings, url),
+        *clients.examine_clients(os.environ, Path.home(), url, settings.rules),
     )
     return Report(tuple(one for one in findings if one is not None), models)
 
@@ -164,8 +131,15 @@ def _examine_machine(settings: Settings) -> tuple[list[Finding | None], tuple[Ch
         weights = models[0].found.info.weights_bytes
         beside = f"in addition to the model's {format_size(weights)} of weights"
     ram = machine.ram_budget(settings, host, weights)
-    subject = Subject(settings, host, of_models, ram, weights, beside)
-    return [one for check in _OF_MACHINE for one in check(subject)], models
+    findings = [
+        machine.examine_system(host),
+        *of_models,
+        machine.examine_memory(host, ram, weights, beside),
+        machine.examine_metal(host, ram, weights),
+        *machine.examine_mac(host.chip, host.macos, keep_awake=settings.keep_awake),
+        machine.examine_blas(host),
+    ]
+    return findings, models
 
 
 # -- printing ----------------------------------------------------------------------------------
