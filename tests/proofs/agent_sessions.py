@@ -36,7 +36,6 @@ class Words:
     ids: dict[str, int] = field(default_factory=dict)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`."""
         pieces = _PIECES.findall(text)
         short = (p[i : i + _WORD + 1] for p in pieces for i in range(0, len(p), _WORD + 1))
         return [self.ids.setdefault(piece, len(self.ids)) for piece in short]
@@ -80,7 +79,6 @@ def changed(rng: random.Random, lines: Sequence[str], other: Sequence[str], shar
 
 
 def task(rng: random.Random, prose: Sequence[str]) -> Message:
-    """What a person asks for."""
     return Message("Task: " + rng.choice(prose)[:160])
 
 
@@ -96,7 +94,6 @@ def edit(rng: random.Random, style: Style, name: str, text: str, more: Sequence[
 
 
 def read(style: Style, name: str, text: str, words: str) -> Iterator[Message]:
-    """A file that is read."""
     asks = call(style, "Read", {"file_path": f"/repo/{name}"})
     yield Message(f"{words}\n{asks}", reply=True)
     yield Message(numbered(text), result=True)
@@ -119,7 +116,6 @@ def bash(
 
 
 def session(kind: Kind, style: Style, seed: int) -> list[Message]:
-    """A conversation of one agent."""
     rng = random.Random(seed)
     code = files(".py", "mlxcache", 2500, 9000)
     pages = [text for _, text in files(".md", "docs", 3000, 60000)]

@@ -54,7 +54,6 @@ class Seen:
     turns: int = 0
 
     def take(self, sessions: Sequence[Any]) -> None:
-        """Record an answer of `GET /v1/sessions`."""
         for one in sessions:
             self.durable[one["id"]] = max(one["durable_tokens"], self.durable.get(one["id"], 0))
 
@@ -69,7 +68,6 @@ class Talker:
         self._messages: list[dict[str, str]] = []
 
     def talk(self, client: Client, seen: Seen, over: threading.Event) -> None:
-        """Send turns until the server is gone."""
         while not over.is_set():
             if len(self._messages) >= 2 * TURNS:
                 self._messages = []
@@ -221,7 +219,6 @@ class Proof:
         self._said = len(self.wrong)
 
     def _start(self, lives: Lives) -> None:
-        """Kill a server at a random moment while it starts."""
         lives.kill_starting(self.rng.uniform(0.0, START_KILL_S))
         self.done["while starting"] += 1
 

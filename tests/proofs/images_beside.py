@@ -81,7 +81,6 @@ def _url(seed: int) -> str:
 
 
 def play(server: Server, filler: Filler, seed: int) -> list[Reply]:
-    """Play one conversation; return the replies to its requests."""
     return [server.client.chat(messages, 2) for messages in conversation(filler, seed)]
 
 
@@ -91,7 +90,6 @@ def show(
     played: Sequence[list[Reply]],
     ours: Sequence[list[Reply]],
 ) -> None:
-    """Print the figures of one server, and its ratios to this project's."""
     for i, request in enumerate(REQUESTS):
         prompt, fed, first = (
             median(getattr(replies[i], field) or 0 for replies in played)
@@ -105,7 +103,6 @@ def show(
 
 
 def main(arguments: Sequence[str] | None = None, out: Callable[[str], object] = print) -> None:
-    """Compare the servers."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--family", default="qwen3_vl")

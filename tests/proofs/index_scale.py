@@ -155,7 +155,6 @@ def _make_file(place: Folder, kind: str, digest: object, size: int) -> None:
 
 
 def opened(folder: Path) -> tuple[Store, float]:
-    """Open the store, with a limit that nothing reaches; also return the seconds."""
     began = time.perf_counter()
     store = Store.open(folder, NAMESPACE, LIMIT, free_floor=-LIMIT)
     return store, time.perf_counter() - began
@@ -172,7 +171,6 @@ def times_ms(call: Callable[[int], object], count: int) -> list[float]:
 
 
 def evict(store: Store, nbytes: int) -> int:
-    """Evict files as if `nbytes` bytes were missing; return how many files."""
     folder = store.context.folder
     with store.database.write() as connection:
         kept = max(0, MARGIN - blocks(folder.reserve)) + folder.log_bytes()

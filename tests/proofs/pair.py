@@ -44,7 +44,6 @@ def make_pair(
 
 
 def weights_of(path: Path) -> int:
-    """Return the bytes of a model's weight files."""
     return sum(file.stat().st_size for file in path.glob("*.safetensors"))
 
 
@@ -70,11 +69,9 @@ class Log:
 
     @property
     def text(self) -> str:
-        """All lines so far."""
         return self._path.read_text(encoding="utf-8", errors="replace")
 
     def count(self, words: str) -> int:
-        """Return how often `words` were printed."""
         return self.text.count(words)
 
     def wait(self, words: str, times: int, seconds: float = WAIT_S) -> None:

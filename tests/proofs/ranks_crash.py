@@ -59,7 +59,6 @@ Messages = list[dict[str, Any]]
 
 
 def can_cut() -> bool:
-    """Return whether network namespaces can be made here."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return False
     return subprocess.run(["ip", "netns", "list"], check=False, capture_output=True).returncode == 0
@@ -147,7 +146,6 @@ class Group:
     processes: list[psutil.Process]
 
     def disturb(self, fault: str, rank: int) -> None:
-        """Kill or freeze a rank, or cut the link."""
         if fault == CUT:
             _ip("link", "set", OUTSIDE, "down")
         elif fault == APART:
@@ -313,7 +311,6 @@ class Proof:
         ends.append(time.monotonic())
 
     def _compare(self, model: Path) -> None:
-        """Compare all texts with those of one process without a cache on disk."""
         with served("--model", str(model), "--disk", "off", home=self.folder) as server:
             api = Api(server)
             for messages, text in self._asked:
@@ -321,7 +318,6 @@ class Proof:
                     self.wrong.append(f"another text after {len(messages)} messages: {text!r}")
 
     def report(self) -> list[str]:
-        """Return the lines of the result."""
         lines = [
             f"{count} times a rank was {fault}: clients had an error or the end within "
             f"{self.client_s[fault]:.1f} s, processes ended within {self.process_s[fault]:.1f} s"

@@ -54,8 +54,6 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 
 
 class Precision(StrEnum):
-    """Of a model's weights."""
-
     FULL = "float32"
     HALF = "bfloat16"
 
@@ -112,7 +110,6 @@ class Matrix:
         return make_toy(folder, family, heads=HEADS.get(family, 4), kv_heads=4, **size)
 
     def whole(self, family: str, precision: Precision) -> list[Row]:
-        """Run the cells with one process, once for each model."""
         model = self.model(family, precision)
         if model not in self._whole:
             half = precision is Precision.HALF
@@ -149,7 +146,6 @@ class Matrix:
             self.say("\n".join(lines[-200:]))
 
     def table(self) -> list[str]:
-        """Return the results as a table in Markdown, and then what was refused."""
         columns = [(mode, size) for mode in MODES for size in (2, 4)]
         lines = [
             "| family | parts of layers, 2 | 4 | pipeline, 2 | 4 |",

@@ -73,7 +73,6 @@ def tokens_per_second(url: str, model: str, prompt: str, tokens: int) -> float:
 
 @contextmanager
 def ours(model: Path, folder: Path) -> Iterator[str]:
-    """Start `mlxcache serve --hosts`; yield its address."""
     hosts = ",".join([LOCAL] * RANKS)
     flags = ("--model", str(model), "--hosts", hosts, "--ram", "1GB", "--disk", "1GB")
     cache = ("--cache-dir", str(folder / "cache"), "--no-anticipate")
@@ -109,7 +108,6 @@ def theirs(model: Path, folder: Path) -> Iterator[tuple[str, Callable[[int], Non
 
 
 def wait_until_ready(url: str, log: Path) -> None:
-    """Wait until a server answers. Raises AssertionError after `READY_S`."""
     deadline = time.monotonic() + READY_S
     while time.monotonic() < deadline:
         try:

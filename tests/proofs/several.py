@@ -49,7 +49,6 @@ def make_models(folder: Path) -> list[Path]:
 
 
 def prompt(seed: int, n: int) -> Tokens:
-    """Return a random prompt of `n` token ids."""
     return token_ids(np.random.default_rng(seed).integers(10, 400, n).astype(np.int32))
 
 
@@ -113,7 +112,6 @@ async def shares(models: Models) -> tuple[float, float, float]:
 
 
 async def play(folders: Sequence[Path], ram: str, cache: Path) -> Models:
-    """Start the engines of `folders` under a budget of `ram`."""
     flags: dict[str, object] = {
         "model": [str(folder) for folder in folders],
         "ram": ram,
@@ -128,7 +126,6 @@ async def play(folders: Sequence[Path], ram: str, cache: Path) -> Models:
 
 
 async def main() -> int:
-    """Measure both; return the exit status."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         folders = make_models(folder)

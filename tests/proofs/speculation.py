@@ -54,12 +54,10 @@ class Speed:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all replies."""
         return sum(tokens for tokens, _ in self.replies)
 
     @property
     def speed(self) -> float:
-        """Speed of all replies together."""
         return self.tokens / sum(cost for _, cost in self.replies)
 
     @property

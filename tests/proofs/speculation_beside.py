@@ -43,7 +43,6 @@ class Played:
 
 
 async def play(inside: Inside, played: Played, seed: int, tokens: int, reply: int) -> None:
-    """Play one conversation of random tokens."""
     rng = np.random.default_rng(seed)
     first = token_ids(rng.integers(0, VOCABULARY, tokens, np.int32))
     said, record = await ask(inside, first, reply, seed)
@@ -95,7 +94,6 @@ async def held(inside: Inside, folder: Path) -> dict[str, float]:
 
 
 def file_sizes(folder: Path) -> Sequence[int]:
-    """The sizes of the files with KV below `folder`."""
     return [file.stat().st_size for file in folder.rglob("*.safetensors")]
 
 

@@ -119,7 +119,6 @@ class Compared:
 
     @property
     def middle(self) -> float:
-        """Median of the speeds of the replies."""
         return median(slow / fast for slow, fast in self.seconds)
 
 
@@ -144,7 +143,6 @@ def compare(plain: Bench, costs: PassCosts, shape: tuple[Kind, Style]) -> Compar
 
 
 def measured(model: object, layout: Layout) -> PassCosts:
-    """The costs of passes on this machine."""
     return PassCosts(measure_passes(model, layout, 1 << 26))
 
 

@@ -107,16 +107,13 @@ class Stage:
 
     @property
     def here(self) -> Conversation:
-        """A conversation with the model that was used last."""
         return self.talks[0]
 
     @property
     def there(self) -> Conversation:
-        """A conversation with the other model."""
         return next(one for one in self.talks if one.model != self.here.model)
 
     def pause(self, seconds: float) -> None:
-        """Wait a random time of at most `seconds`."""
         time.sleep(self.rng.uniform(0.0, seconds))
 
 
@@ -167,7 +164,6 @@ def when_asked(stage: Stage) -> None:
 
 
 def _post(client: Client, path: str) -> None:
-    """Send a POST without a body; a server that refuses is asked again. Raises Refused."""
     request = urllib.request.Request(f"http://127.0.0.1:{client.port}{path}", b"", method="POST")
     for _ in range(20):
         try:
@@ -181,7 +177,6 @@ def _post(client: Client, path: str) -> None:
 
 
 def when_idle(stage: Stage) -> None:
-    """Return while a model is unloaded for being idle."""
     before = stage.log.count("unloaded: idle for")
     stage.ask(stage.here, LONG_TOKENS)
     stage.log.wait("unloaded: idle for", before + 1)
@@ -218,7 +213,6 @@ def replaced(stage: Stage) -> Stage:
 
 
 def at_random(stage: Stage) -> None:
-    """Return a random time after both models got turns at once."""
     stage.aside(stage.here, TURN_TOKENS)
     stage.aside(stage.there, TURN_TOKENS)
     stage.pause(RANDOM_S)
@@ -286,7 +280,6 @@ class Proof:
 
     @property
     def store(self) -> Path:
-        """The folder that all servers use."""
         return self.folder / "cache" / "store"
 
     def run(self, kills: int, deadline: float) -> None:
@@ -329,7 +322,6 @@ class Proof:
         self._tell("texts compared with mlx-lm")
 
     def _renew(self, fillers: dict[str, Filler]) -> None:
-        """Replace conversations that are long enough."""
         ended = [one for one in self.talks if len(one.messages) >= 2 * TURNS]
         self.over += ended
         self.talks = [one for one in self.talks if one not in ended]

@@ -77,12 +77,10 @@ class Played:
 
     @property
     def most(self) -> int:
-        """Most tokens that a turn fed besides its new ones."""
         return max((one.excess for one in self.turns if one.excess is not None), default=10**9)
 
 
 def ask(client: Client, talk: Conversation, tokens: int, reply_tokens: int) -> Turn:
-    """Send the next turn of a conversation. Blocks. Raises Refused."""
     known, began = talk.tokens, time.perf_counter()
     reply = talk.ask(client, tokens if known else FIRST_TOKENS, reply_tokens)
     more = excess(reply, known) if known else None
@@ -90,7 +88,6 @@ def ask(client: Client, talk: Conversation, tokens: int, reply_tokens: int) -> T
 
 
 def make_talks(paths: Mapping[str, Path]) -> list[Conversation]:
-    """Return a conversation with each model."""
     return [Conversation(name, Filler(path), name) for name, path in paths.items()]
 
 

@@ -31,18 +31,15 @@ class Count:
 
     @property
     def most(self) -> int:
-        """Largest footprint."""
         return max(self.footprints, default=0)
 
     @property
     def per_second(self) -> float:
-        """Samples per second."""
         span = self.times[-1] - self.times[0] if len(self.times) > 1 else 0.0
         return (len(self.times) - 1) / span if span else 0.0
 
     @property
     def longest_gap_s(self) -> float:
-        """Longest time between two samples, in seconds."""
         pairs = zip(self.times, self.times[1:], strict=False)
         return max((after - before for before, after in pairs), default=0.0)
 
