@@ -440,9 +440,8 @@ class TemporaryDatabase(Database):
 def list_session_names(folder: Path) -> list[tuple[str, str]]:
     """Return (id, name) of the sessions in the store folder, most recently used first.
 
-    For a shell's completion, which needs an answer at once and cannot show an error: no more than
-    200 sessions, none if the store cannot be read, and no import of numpy. If a session has no
-    name, its title is returned instead, else its label, else "".
+    For a shell's completion, which needs an answer at once and cannot show an error: none if the
+    store cannot be read, and no import of numpy.
     """
     query = (
         "SELECT id, coalesce(nullif(name, ''), title, label, '') FROM sessions"

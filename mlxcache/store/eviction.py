@@ -198,7 +198,6 @@ class _Order:
             one.close()
 
     def take(self) -> Row | None:
-        """Return the row of the next file to evict; None if none is left."""
         while self._next is not None and not (self._eligible and self._eligible[0] < self._next):
             heappush(self._eligible, self._key_of_path(self._next))
             self._next = next(self._listed, None)
@@ -312,7 +311,6 @@ def _beside(connection: sqlite3.Connection, path: Sequence[Row]) -> list[Row]:
 
 
 def _last(path: Sequence[Row], ends: Sequence[int]) -> set[int]:
-    """Return the row ids of the last checkpoint of `path` at or before each position of `ends`."""
     before = ([row for row in path if row.start <= end] for end in ends)
     return {rows[-1].id for rows in before if rows}
 

@@ -26,11 +26,7 @@ NO_FIGURES = SessionFigures()
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The part of a session that one tier (RAM or disk) holds.
-
-    `tokens`: number of tokens held of each leaf. `nbytes`: bytes; those shared by leaves count
-    once.
-    """
+    """The part of a session that one tier holds: tokens of each leaf, and bytes in all."""
 
     tokens: tuple[int, ...]
     nbytes: int
@@ -236,10 +232,7 @@ class LeafFiles:
         self._added += [row for row in rows if row.owner is None]
 
     def _find(self, leaf: LeafRow, sizes: dict[int, int], ids: ReadIds, look_up: LookUp) -> _Known:
-        """Return what is known of a leaf; if that may be wrong now, look it up.
-
-        `sizes`: bytes of the known files, by row id; those found are added.
-        """
+        """Return what is known of a leaf; if that may be wrong now, look it up."""
         known = self._known.get(leaf)
         if (
             known is None

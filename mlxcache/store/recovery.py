@@ -285,9 +285,8 @@ def _compare(
     """Compare the files of the folder with the index.
 
     Returns the id of each row whose file is missing (with False) or has another size (with True),
-    and kind and path of each file without a row. Removes temporary files of processes that have
-    ended. Sizes of more than `MANY_FILES` files are not compared; a file of another size is found
-    damaged when it is read.
+    and kind and path of each file without a row. Sizes of more than `MANY_FILES` files are not
+    compared; a file of another size is found damaged when it is read.
     """
     lost: list[tuple[int, bool]] = []
     strays: list[tuple[str, Path]] = []
@@ -370,10 +369,7 @@ def _read(kind: str, path: Path) -> _Stray:
 
 
 def _adopt(connection: sqlite3.Connection, holders: dict[bytes, int], stray: _Stray) -> None:
-    """Add an index row for a file, or remove the file if it is a run whose prefix is missing.
-
-    `holders` maps the digest after each block to the id of the run that contains the block.
-    """
+    """Add an index row for a file, or remove the file if it is a run whose prefix is missing."""
     parent = holders.get(stray.row.base)
     if parent is None and not stray.rooted:
         remove(stray.path)

@@ -56,7 +56,7 @@ class ReplyRow:
 
     @property
     def key(self) -> bytes:
-        """Digest of all fields, 16 bytes; equal for equal replies to equal prompts."""
+        """Digest of all fields; equal for equal replies to equal prompts."""
         flags = (self.length, self.tail, self.calls, self.thinking_open, self.generic_tools)
         words = repr((self.digest, self.history, *flags, self.stopped)).encode()
         hasher = hashlib.blake2b(words, digest_size=KEY_BYTES)

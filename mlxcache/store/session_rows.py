@@ -162,7 +162,7 @@ def read_leaves(db: sqlite3.Connection, where: str, values: tuple[Any, ...]) -> 
 
 
 def read_leaf_rows(db: sqlite3.Connection, session: str) -> tuple[LeafRow, ...]:
-    """Return the leaves of a session in the order of `read_leaves`, without their token ids."""
+    """Return the leaves of a session in the order of `read_leaves`."""
     found = db.execute(
         "SELECT id, session, kind, ifnull((SELECT start + length(ids) / 4 FROM leaf_tokens"
         " WHERE leaf = leaves.id ORDER BY start DESC LIMIT 1), 0), prompt_tokens, turns,"
@@ -362,7 +362,6 @@ def count_shared(db: sqlite3.Connection, leaf: int, ids: Tokens) -> int:
 
 
 def shared_lengths(db: sqlite3.Connection, namespace: str, ids: Tokens) -> list[int]:
-    """Return how many leading tokens of `ids` each leaf of a namespace shares that begins alike."""
     if not db.execute("SELECT 1 FROM sqlite_master WHERE name = 'leaves'").fetchone():
         return []
     query = "SELECT DISTINCT anchor FROM leaves WHERE namespace = ?"
@@ -409,11 +408,7 @@ class SessionFigures:
     guess_saved_s: float = 0.0
 
     def as_object(self) -> dict[str, Any]:
-        """Return the figures as the JSON object `figures` of a session in the API.
-
-        `first_token_s` is the average instead of the sum, None if no request gave a token.
-        `saved_s` is None if it is not known.
-        """
+        """Return the figures as the JSON object `figures` of a session in the API."""
         average = self.first_token_s / self.first_tokens if self.first_tokens else None
         known = bool(self.saved_tokens) or not self.cached_tokens
         found = asdict(self)

@@ -66,7 +66,7 @@ class Sessions:
             database.create(schema)
 
     def copy(self) -> Sessions:
-        """Return a copy of the table in a database in memory; the caller must call its `close`."""
+        """Return a copy in memory; the caller must call its `close`."""
         return Sessions(self._database.copy())
 
     def close(self) -> None:

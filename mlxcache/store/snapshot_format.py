@@ -77,7 +77,6 @@ class SessionInfo:
 
 
 CARRIED = tuple(one.name for one in fields(SessionInfo) if one.name not in ("leaves", "replies"))
-"""Fields that `Session`, `SessionInfo` and `Description` have in common."""
 
 
 def block_seed(leaf: int, block: int) -> int:
@@ -159,8 +158,7 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
 def _checked_length(index: int, leaf: LeafEntry, lengths: list[int]) -> int:
     """Return the number of tokens of a leaf, those shared with its parent included.
 
-    `lengths`: those of the leaves before it. Raises SnapshotRefused if the fields contradict each
-    other or these lengths.
+    `lengths`: those of the leaves before it. Raises SnapshotRefused.
     """
     length = leaf.start + leaf.tokens
     shared = 0 if leaf.parent is None else lengths[leaf.parent] if leaf.parent < index else -1
@@ -216,7 +214,6 @@ def read_description(header: Header) -> Description:
 
 
 def wrong_model(model: str, namespace: str, here: Sequence[str]) -> SnapshotRefused:
-    """Return the error for a snapshot that was made with another model than those `here`."""
     ours = f"the one here is {here[0]}" if len(here) == 1 else f"those here are {', '.join(here)}"
     return SnapshotRefused(
         f"The snapshot was made with the model {model} ({namespace[:8]}), and {ours}. "

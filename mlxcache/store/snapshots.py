@@ -157,7 +157,6 @@ def read_bytes(path: Path, begin: int, end: int) -> Iterator[bytes]:
 
 @contextmanager
 def _open_stored(path: Path) -> Iterator[int]:
-    """Open a file of the store; its errors, also those of the body, become StoreErrors."""
     try:
         with open_file(path) as fd:
             yield fd
@@ -463,7 +462,6 @@ def _not_finite(what: str) -> SnapshotRefused:
 
 
 def with_owner(snapshot: Snapshot, owner: str | None) -> Snapshot:
-    """Return a copy of `snapshot` with the token ids under which the cache stores `owner`'s KV."""
     leaves = (replace(leaf, ids=own_ids(leaf.ids, owner)) for leaf in snapshot.session.leaves)
     return replace(snapshot, session=replace(snapshot.session, leaves=tuple(leaves)))
 

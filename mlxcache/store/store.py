@@ -190,7 +190,6 @@ class Store:
         return [replace(one, disk=held[one.session.id]) for one in listed]
 
     def look_ahead(self, listed: Sequence[Listed], ids: ReadIds) -> None:
-        """Look up the files of sessions, so that `on_disk` is fast later."""
         self.on_disk(listed, ids)
 
     def measure(self, groups: Sequence[Sequence[LeafRow]], ids: ReadIds) -> list[Held]:
@@ -267,7 +266,6 @@ class Store:
                 connection.executemany("INSERT OR IGNORE INTO pin VALUES (?, ?)", pins)
 
     def pin_session(self, sessions: Sessions, id: str, *, pinned: bool) -> None:
-        """Pin or unpin the files of a session of any namespace; its row is not changed."""
         if not pinned:
             self.pin(id, [])
             return
@@ -304,10 +302,9 @@ class Store:
         return self._remove(files, {file.id for file in files if _needed_beyond(file) < keep})
 
     def _remove(self, files: Sequence[Piece | Saved], needed: set[int]) -> int:
-        """Remove those of `files` that are not needed, and return the number of files removed.
+        """Remove those of `files` that no `needed` file continues; return how many were removed.
 
-        A file stays if one that continues it is `needed`. All files that continue a removed file
-        are removed with it, and then the run that it continued, unless needed.
+        The run that a removed file continued is removed then too, unless needed.
         """
         gone, left = 0, [file.id for file in files]
         while left:
