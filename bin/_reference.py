@@ -145,7 +145,9 @@ def _query(tree: ast.AST) -> Iterator[str]:
     """Yield the names of the query parameters that the handler reads."""
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
         name = ast.unparse(call.func)
-        at = {"request.query_params.get": 0, "query.get": 0, "read_number": 1}.get(name)
+        at = {"request.query_params.get": 0, "query.get": 0, "read_number": 1, "read_word": 1}.get(
+            name
+        )
         if at is not None and isinstance(call.args[at], ast.Constant):
             yield str(call.args[at].value)
 

@@ -300,7 +300,7 @@ class ModelRuntime:
         if not isinstance(model, Pair):
             return None
         costs = DraftCosts(
-            self._measured_passes(model.target, "target", on_progress),
+            self._measured_passes(model.verify, "target", on_progress),
             self._measured_passes(model.propose, "draft", on_progress),
         )
         log.info(

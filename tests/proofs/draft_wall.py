@@ -48,7 +48,7 @@ def ruled(pair: Bench) -> Bench:
     model, layout, fresh = pair.model, pair.kv.layout, pair.twin()
     assert isinstance(model, Pair)
     target, draft = (
-        PassCosts(measure_passes(part, layout, ROOM)) for part in (model.target, model.propose)
+        PassCosts(measure_passes(part, layout, ROOM)) for part in (model.verify, model.propose)
     )
     rule = DraftRule(DraftCosts(target, draft))
     fresh.use(KVCache.open(layout, Budget(1 << 30)), draft_rule=rule)
