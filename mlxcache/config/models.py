@@ -59,17 +59,11 @@ class ModelEntry:
 
     @property
     def label(self) -> str:
-        """Name under which the server lists the model: `name`, or `id` without one.
-
-        All labels of a server differ.
-        """
+        """Name under which the server lists the model: `name`, or `id` without one."""
         return self.name or self.id
 
     def share_of(self, budget: int) -> int | None:
-        """Return the limit in bytes of the model's weights and KV together; None without `ram`.
-
-        `budget`: the bytes of `--ram`. If `ram` is a percentage, it is one of `budget`.
-        """
+        """Return the limit in bytes of the model's weights and KV together; None without `ram`."""
         return None if self.ram is None else parse_size(self.ram, total=budget)
 
     @property
@@ -131,11 +125,7 @@ def find_model(name: str, entries: Sequence[ModelEntry]) -> int | None:
 
 
 def check_names(entries: Sequence[ModelEntry]) -> None:
-    """Raise ConfigError if two models have the same name or alias.
-
-    Names and aliases are compared without regard to case. Two models may have the same id if they
-    have different names, as an adapter and its base have.
-    """
+    """Raise ConfigError if two models have the same name or alias."""
     owner: dict[str, str] = {}
     for entry in entries:
         for name in dict.fromkeys(one.lower() for one in (entry.label, *entry.aliases)):
@@ -159,11 +149,7 @@ def check_routes(routes: Sequence[Route], entries: Sequence[ModelEntry]) -> None
 
 
 def model_id(model: str) -> str:
-    """Return the name of a model that clients see, for its path or Hub id.
-
-    This is the Hub id, also for a folder in the Hub's cache; for any other folder it is the
-    folder's name. Reads the file system.
-    """
+    """Return the name of a model that clients see, for its path or Hub id."""
     path = Path(model).expanduser()
     if not path.exists():
         return model

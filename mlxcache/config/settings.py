@@ -103,12 +103,7 @@ def _setting(
     only_key: bool = False,
     secret: bool = False,
 ) -> Any:
-    """Make a dataclass field of `Settings` whose metadata describe the setting.
-
-    The metadata are the fields of `Setting` except the name. `default`: a value, or a function that
-    makes one. `shown`: the default as --help words it, needed if it is neither text nor a number.
-    `secret`: leave the value out of the repr, which may be logged.
-    """
+    """Make a dataclass field of `Settings` whose metadata describe the setting."""
     if shown is None and isinstance(default, str | int) and not isinstance(default, bool):
         shown = str(default)
     entry = {
@@ -126,10 +121,7 @@ def _setting(
 
 
 def _switch(panel: str, help: str) -> Any:
-    """Make the field of a setting that is off by default and whose flag takes no value.
-
-    `panel` and `help`: the heading and the text of the flag in --help.
-    """
+    """Make the field of a setting that is off by default and whose flag takes no value."""
     return _setting(panel, False, read_switch, "", help)
 
 
@@ -506,11 +498,7 @@ class Settings:
         )
 
     def for_model(self, entry: ModelEntry) -> Settings:
-        """Return the settings of an engine that serves only the model of `entry`.
-
-        What the entry does not set is as in these settings. `models` has only `entry`, and `route`
-        is empty.
-        """
+        """Return the settings of an engine that serves only the model of `entry`."""
         return replace(
             self,
             model=entry.model,
@@ -523,18 +511,11 @@ class Settings:
         )
 
     def for_request(self, requested: str | None) -> Settings:
-        """Return the settings of the model that answers a request for the model name `requested`.
-
-        They are those of `for_model`. None stands for a request without a model name.
-        """
+        """Return the settings of the model that answers a request for the name `requested`."""
         return self.for_model(self.entries[match_model(requested, self.entries, self.route)])
 
     def keep_for(self, entry: ModelEntry) -> Keep:
-        """Return how long `entry` stays loaded while unused: its `keep`, else `idle_unload`.
-
-        The result is "always", "demand" or a number of seconds; see `config.models.Keep`. It is
-        "demand" if both are None.
-        """
+        """Return how long `entry` stays loaded while unused: its `keep`, else `idle_unload`."""
         if entry.keep is not None:
             return entry.keep
         return "demand" if self.idle_unload is None else self.idle_unload

@@ -203,7 +203,6 @@ def format_size(size: int) -> str:
 
 
 def _taken(folder: Path) -> int:
-    """Return the disk space in bytes that all files below `folder` occupy."""
     total = 0
     for path, _, names in os.walk(folder):
         for name in names:

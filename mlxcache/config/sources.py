@@ -55,10 +55,7 @@ def load_settings(
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """Value of a setting that was given, with the flag, variable or key from which it came.
-
-    `in_file`: it came from a key of config.toml.
-    """
+    """Value of a setting that was given, with the flag, variable or key from which it came."""
 
     value: Any
     source: str
@@ -66,10 +63,7 @@ class _Given:
 
 
 def _over_file(flags: Mapping[str, object], environ: Mapping[str, str]) -> dict[str, _Given]:
-    """Read the settings given as variables or flags, by name; flags override variables.
-
-    `flags`: as in `load_settings`. Raises ConfigError for a value that is not valid.
-    """
+    """Read the settings given as variables or flags, by name; flags override variables."""
     given: dict[str, _Given] = {}
     for name, setting in SETTINGS.items():
         if not setting.only_key and environ.get(setting.variable):
@@ -122,12 +116,7 @@ def _models(given: Mapping[str, _Given]) -> dict[str, Any]:
 def _routes(
     given: _Given | None, known: Sequence[ModelEntry], chosen: Sequence[ModelEntry]
 ) -> tuple[Route, ...]:
-    """Return the routes of the setting `given` that lead to one of the `chosen` models.
-
-    `chosen`: the models to serve. `known`: those of config.toml. A route that comes from that file
-    may lead to any of these; it is left out if its model is not chosen. Raises ConfigError for each
-    other route whose model is not chosen.
-    """
+    """Return the routes of the setting `given` that lead to one of the `chosen` models."""
     if given is None:
         return ()
     with _naming(given):
@@ -200,11 +189,7 @@ def _read(setting: Setting, value: object, source: str, *, in_file: bool = False
 
 @contextmanager
 def _naming(given: _Given | None) -> Iterator[None]:
-    """Begin the message of a ConfigError raised in the block with the source of `given`.
-
-    The source is the flag, variable or key from which the setting came. If `given` is None, the
-    message stays as it is.
-    """
+    """Begin the message of a ConfigError raised in the block with the source of `given`."""
     try:
         yield
     except ConfigError as error:

@@ -78,11 +78,7 @@ def read_path(value: object) -> Path:
 
 
 def read_files(value: object) -> tuple[Path, ...]:
-    """Read the paths of existing files from a list or from a text.
-
-    The text separates paths by `os.pathsep`, as PATH does. Raises ValueError for a path that is not
-    a file.
-    """
+    """Read the paths of existing files from a list or from a text."""
     given = value.split(os.pathsep) if isinstance(value, str) else value
     if not isinstance(given, list | tuple):
         raise ValueError(f"must be a file or a list of files, not {value!r}")
@@ -94,10 +90,7 @@ def read_files(value: object) -> tuple[Path, ...]:
 
 
 def read_number(least: int, most: int, *, example: int) -> Callable[[object], int]:
-    """Return a parser of whole numbers from `least` to `most`, both included.
-
-    It raises ValueError for anything else. `example`: a valid number that the message shows.
-    """
+    """Return a parser of whole numbers from `least` to `most`, both included."""
 
     def read(value: object) -> int:
         try:
@@ -124,10 +117,7 @@ def read_seconds(value: object) -> float:
 
 
 def read_duration(value: object) -> float:
-    """Read a duration in seconds from a number or a text such as `90s`, `15m`, `1h` or `2d`.
-
-    Raises ValueError for anything else, and unless it is above 0 and at most `LONGEST_S`.
-    """
+    """Read a duration in seconds from a number or a text such as `90s`, `15m`, `1h` or `2d`."""
     example = "must be a duration above 0, such as 15m, 1h or 90s"
     match = re.fullmatch(r"([0-9.]+) *([smhd]?)", str(value).strip().lower())
     try:
@@ -149,10 +139,7 @@ def read_kv_bits(value: object) -> int:
 
 
 def read_speculate(value: object) -> str:
-    """Parse the setting `speculate`: "off" or "auto" in any case, or false, which means "off".
-
-    Raises ValueError for anything else.
-    """
+    """Parse the setting `speculate`: "off" or "auto" in any case, or false, which means "off"."""
     if value is False:  # TOML and YAML writers know off as a boolean
         return "off"
     if str(value).lower() not in ("off", "auto"):
@@ -161,10 +148,7 @@ def read_speculate(value: object) -> str:
 
 
 def read_switch(value: object) -> bool:
-    """Read a boolean, or one of the texts true, yes, 1, false, no and 0 in any case.
-
-    Raises ValueError for anything else.
-    """
+    """Read a boolean, or one of the texts true, yes, 1, false, no and 0 in any case."""
     words = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
     known = value if isinstance(value, bool) else words.get(str(value).lower())
     if known is None:
@@ -173,10 +157,7 @@ def read_switch(value: object) -> bool:
 
 
 def read_on_off(value: object) -> bool:
-    """Read "on" or "off" in any case, or a boolean in the forms that `read_switch` accepts.
-
-    Raises ValueError for anything else.
-    """
+    """Read "on" or "off" in any case, or a boolean in the forms that `read_switch` accepts."""
     words = {"on": True, "off": False}
     known = words.get(value.strip().lower()) if isinstance(value, str) else None
     try:
@@ -198,11 +179,7 @@ def check_size(value: object) -> str | int:
 
 
 def check_ram(value: object) -> str | int:
-    """Return the size of `--ram` unchanged, after checking it as `check_size` does.
-
-    Raises ValueError; the message about a text that is no size also names `LEAST_RAM`, the least
-    that any model needs. A size that is too small for the model is only refused when it is loaded.
-    """
+    """Return the size of `--ram` unchanged, after checking it as `check_size` does."""
     try:
         return check_size(value)
     except ConfigError as error:
@@ -210,10 +187,7 @@ def check_ram(value: object) -> str | int:
 
 
 def check_size_or_off(value: object) -> str | int:
-    """Return the size of `--disk` unchanged, or "off", after checking it as `check_size` does.
-
-    TOML's `false` means "off" too. Raises ValueError for anything else that is not a size.
-    """
+    """Return the size of `--disk` unchanged, or "off", after checking it as `check_size` does."""
     if value is False or (isinstance(value, str) and value.strip().lower() == "off"):
         return "off"
     try:
@@ -231,10 +205,7 @@ def read_level(value: object) -> str:
 
 
 def read_table(value: object) -> Mapping[str, Any]:
-    """Return a TOML table unchanged, or parse a text that holds a JSON object.
-
-    Raises ValueError for anything else.
-    """
+    """Return a TOML table unchanged, or parse a text that holds a JSON object."""
     example = "'{\"enable_thinking\": false}'"
     if isinstance(value, str):
         try:

@@ -108,10 +108,7 @@ class Arrivals:
             )
 
     def _left_s(self, label: str, began: float) -> float:
-        """Estimate the seconds until the model `label` is loaded.
-
-        `began`: when the first request began to wait for it, by `time.monotonic`.
-        """
+        """Estimate the seconds until the model `label` is loaded."""
         share, passed = self._share(label) or 0.0, time.monotonic() - began
         left = passed * (1 - share) / share if share > 0.05 else FIRST_LOAD_S
         return min(MAX_RETRY_S, max(MIN_RETRY_S, left))

@@ -167,10 +167,7 @@ class Engine:
             self._compilers.submit(self._ready().guides.prepare)
 
     def _serve(self, loaded: load.Loaded, weights: Weights) -> None:
-        """Make the runtime of a model and begin to serve it. Runs on the MLX thread.
-
-        `weights`: the model's weights, which have been read. Raises NotReady after `stop`.
-        """
+        """Make the runtime of a model and begin to serve it. Runs on the MLX thread."""
         runtime = self.make_runtime(loaded, self._shared(weights))
         if self.state == "stopped":  # `stop` found nothing to close
             runtime.close(died=False)
@@ -196,20 +193,14 @@ class Engine:
         )
 
     def _shared(self, weights: Weights) -> Shared | None:
-        """Return the shared budget, and how many bytes of it this model's KV can never have.
-
-        See `Shared`. `weights`: those of this model. Returns None if the server has one model only.
-        """
+        """Return the shared budget, and how many bytes of it this model's KV can never have."""
         residency = self._rounds.residency
         if residency.memory is None:
             return None
         return Shared(residency.memory, residency.size_beside_kept(weights))
 
     def make_runtime(self, loaded: load.Loaded, shared: Shared | None = None) -> ModelRuntime:
-        """Make the runtime of a loaded model. Call on the MLX thread.
-
-        `shared`: the budget of several models, if the server has several.
-        """
+        """Make the runtime of a loaded model. Call on the MLX thread."""
         return ModelRuntime(
             loaded,
             self.settings,
@@ -378,13 +369,7 @@ class Engine:
         return shared.join(record, reply, min((s for s in limits if s is not None), default=None))
 
     async def _compile(self, job: Job, runtime: ModelRuntime) -> Guide | None:
-        """Compile the grammar that the reply to `job` must follow, in a worker thread.
-
-        Returns the guide that holds the reply to it; None if the reply is free. Raises BadRequest
-        if the grammar cannot be compiled or that takes more than `COMPILE_S` seconds, Busy if it
-        waits that long for other grammars or for the vocabulary, NotReady after `stop`, and
-        GenerationFailed for an unexpected error.
-        """
+        """Compile the grammar that the reply to `job` must follow, in a worker thread."""
         begun = threading.Event()
 
         def compiled() -> Guide | None:
@@ -411,11 +396,7 @@ class Engine:
     def _begin(
         self, job: Job, record: RequestRecord, runtime: ModelRuntime, guide: Guide | None
     ) -> SharedReply:
-        """Submit `job` to the scheduler; return the reply that readers can join.
-
-        `record`: the record of the job's request. `guide`: restricts the reply's tokens; None if
-        they are free.
-        """
+        """Submit `job` to the scheduler; return the reply that readers can join."""
         runtime.note_begin(job)
         keep = not self.settings.no_anticipate and runtime.next_turns.note_begin(job)
         scheduler = runtime.scheduler
@@ -430,10 +411,7 @@ class Engine:
         return live.shared
 
     def _receive(self, live: LiveRequest, event: Event | BaseException) -> None:
-        """Pass one event of a request, or the error that ended it, to its readers.
-
-        If it is the last event, the request is removed and its record completed first.
-        """
+        """Pass one event of a request, or the error that ended it, to its readers."""
         try:
             if isinstance(event, Finished | BaseException):
                 self._end(live)
@@ -448,10 +426,7 @@ class Engine:
             runtime.prefix_loss.note_reply(live.task)
 
     def _end(self, live: LiveRequest) -> None:
-        """Remove a request that is over from the table and complete its record.
-
-        Then explains its prefix loss and, unless switched off, anticipates the next turn.
-        """
+        """Remove a request that is over from the table and complete its record."""
         runtime, task = self._runtime, live.task
         if runtime is None or not self._requests.remove(live):
             return
@@ -525,10 +500,7 @@ class Engine:
 
     @property
     def ranks(self) -> Mapping[str, Any] | None:
-        """Division of the model and state of the other ranks; None if the model is not divided.
-
-        See `RankZero.figures`. Any thread.
-        """
+        """Division of the model and state of the other ranks; None if the model is not divided."""
         return self._ranks.figures() if self._ranks and self._runtime else None
 
     @property
@@ -583,10 +555,7 @@ class Engine:
         }
 
     def requests(self) -> list[RequestRecord]:
-        """Return the records of recent requests of the current API key, newest first.
-
-        The server keeps those of the latest `metrics.MAX_RECORDS` requests of all keys and models.
-        """
+        """Return the records of recent requests of the current API key, newest first."""
         return [self._with_session(record) for record in self._records.all(OWNER.get())]
 
     def running(self) -> list[RequestRecord]:
@@ -626,10 +595,7 @@ class Engine:
         return record
 
     def _with_session(self, record: RequestRecord) -> RequestRecord:
-        """Return the record; if the request has no label, with the id of its session once known.
-
-        Records of other engines that share `records` are returned unchanged.
-        """
+        """Return the record; if the request has no label, with the id of its session once known."""
         if record.model not in (None, self.label):
             return record
         if record.session is None and self._runtime is not None:
@@ -638,7 +604,6 @@ class Engine:
 
 
 def _compile_threads() -> ThreadPoolExecutor:
-    """Return `COMPILE_THREADS` threads, all started, whose stacks are large enough to compile."""
     pool = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="mlxcache-grammar")
     started = threading.Barrier(COMPILE_THREADS + 1)
     before = threading.stack_size(STACK_BYTES)  # of all threads that are started from now on
@@ -656,11 +621,7 @@ def _stopping() -> NotReady:
 
 
 def _learn_forms(runtime: ModelRuntime, prompt: Prompt, owner: str | None, of: str) -> None:
-    """Tokenise the tool results of a conversation as a reply would repeat them, for guesses.
-
-    See `ModelRuntime.learn_forms`. `prompt`: the conversation, rendered. `of`: the session, for the
-    log. Errors are logged: guesses are then made without tool results.
-    """
+    """Tokenise the tool results of a conversation as a reply would repeat them, for guesses."""
     try:
         runtime.learn_forms(prompt, owner)
     except Exception:

@@ -60,10 +60,7 @@ class FirstLoad:
             self.share = None
 
     async def _fetch(self, pool: Executor) -> load.ModelSpec:
-        """Fetch the model's files, or make those of the demo model; start the MLX thread.
-
-        Returns what `load.load` needs to load the model. `pool`: threads for work that blocks.
-        """
+        """Fetch the model's files, or make those of the demo model; start the MLX thread."""
         loop = asyncio.get_running_loop()
         fetched = await loop.run_in_executor(pool, fetch_model, self._settings, self.report)
         self._rounds.start()
@@ -76,10 +73,7 @@ class FirstLoad:
         return spec
 
     def report(self, what: str, share: float | None) -> None:
-        """Report the loading step `what` and the part of it that is done. Any thread.
-
-        `share` is from 0 to 1, or None if unknown.
-        """
+        """Report the loading step `what` and the part of it that is done. Any thread."""
         if share is not None:
             self.share = share
         self._on_progress(what, share)
@@ -115,10 +109,7 @@ class FirstLoad:
         self.report("loading the weights", share)
 
     async def _read(self, spec: load.ModelSpec, newcomer: Newcomer, serve: Serve) -> None:
-        """Load the model, reading its weights in parts, and call `serve`.
-
-        `newcomer`: the model, whose weights are charged already.
-        """
+        """Load the model, reading its weights in parts, and call `serve`."""
         thread, residency = self._rounds.thread, self._rounds.residency
         self.share = 0.0
         self.report("loading the weights", None)
@@ -145,10 +136,7 @@ class FirstLoad:
             raise
 
     def _open(self, spec: load.ModelSpec, use: BaseUse) -> tuple[load.Loaded, Weights]:
-        """Load the model without reading its weights; return it, and its weights to read in parts.
-
-        `use`: the arrays that it shares with other models. Runs on the MLX thread.
-        """
+        """Load the model without its weights; return it, and its weights to read in parts."""
         # this takes seconds, and is no sign of a stalled device
         self._rounds.thread.heartbeat.rest()
         loaded = self._load_lazily(spec, use)
@@ -157,10 +145,6 @@ class FirstLoad:
         return loaded, weights
 
     def _load_lazily(self, spec: load.ModelSpec, use: BaseUse) -> load.Loaded:
-        """Load the model, or this rank's part of it, without its weights.
-
-        `use`: the arrays that it shares with other models.
-        """
         ranks = self._ranks
         if ranks is None:
             return load.load(spec, lazy=True, use=use)

@@ -91,10 +91,7 @@ class KeepAwake:
         self._end: Timer | None = None
 
     def note_running(self, requests: int) -> None:
-        """Start the command if `requests` is positive; otherwise end it after `GRACE_S` seconds.
-
-        `requests`: number of requests in progress.
-        """
+        """Start the command if `requests` is positive; otherwise end it after `GRACE_S` seconds."""
         if not self._usable:
             return
         if not requests:
@@ -141,10 +138,7 @@ class KeepAwake:
         self._call_later(CHECK_S, self._check)
 
     def _check(self) -> None:
-        """Detect whether the command has ended by itself.
-
-        If it has exited, it is never started again. If a signal ended it, it may be.
-        """
+        """Detect whether the command has ended by itself."""
         status = self._process.poll() if self._process is not None else None
         if status is None:
             return

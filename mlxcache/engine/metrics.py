@@ -27,11 +27,7 @@ Reuse = Literal["cold", "warm", "restored"]
 """Source of most of a prompt: computed; reused from RAM alone; reused, in part from disk."""
 
 MIN_REUSED_SHARE, MIN_REUSED_TOKENS = 0.5, 16
-"""Minimum reuse for a request to count as warm: share of the prompt, and number of tokens.
-
-A few tokens are the same in all prompts: the tokenizer's first one and the beginning of the
-template.
-"""
+"""Minimum reuse for a request to count as warm: share of the prompt, and number of tokens."""
 
 SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
 """Upper bounds, in seconds, of the ranges by which durations are counted."""
@@ -49,10 +45,7 @@ KINDS: tuple[Reuse, ...] = ("cold", "warm", "restored")
 
 
 def reuse_of(record: RequestRecord) -> Reuse:
-    """Return whether a request was cold, warm or restored, as the glossary defines these.
-
-    The result depends on how much of the prompt was cached, and whether any of it came from disk.
-    """
+    """Return whether a request was cold, warm or restored, as the glossary defines these."""
     cached = record.cached_tokens
     if cached <= MIN_REUSED_TOKENS or cached < MIN_REUSED_SHARE * record.prompt_tokens:
         return "cold"
@@ -159,10 +152,7 @@ class Records:
         self._kept: LRU[str, RequestRecord] = LRU(MAX_RECORDS)
 
     def begin(self, job: Job, model: str | None = None) -> RequestRecord:
-        """Make the record of a request that has just arrived for the model with label `model`.
-
-        Beyond `MAX_RECORDS` records the oldest one is dropped.
-        """
+        """Make the record of a request that has just arrived for the model with label `model`."""
         record = RequestRecord(
             id=job.id,
             session=job.session,
@@ -202,10 +192,7 @@ class Records:
         self._kept.pop(id)
 
     def end(self, record: RequestRecord) -> None:
-        """Count a request that is over, and call `on_over`.
-
-        `record` must be complete, with its prefix loss.
-        """
+        """Count a request that is over, and call `on_over`."""
         self.tally.add(record)
         self._on_over(record)
 
@@ -215,10 +202,7 @@ class Records:
         self.end(record)
 
     def all(self, owner: str | None) -> list[RequestRecord]:
-        """Return the records of an owner's requests, newest first.
-
-        `owner`: None if the server does not tell clients apart.
-        """
+        """Return the records of an owner's requests, newest first."""
         return [record for record in reversed(self._kept.values()) if record.owner == owner]
 
     def get(self, id: str, owner: str | None) -> RequestRecord | None:
@@ -376,8 +360,6 @@ SIZES = ("active_bytes", "pending_bytes", "tree_tokens", "segments", "checkpoint
 
 DISK_COUNTS = ("written_bytes", "written_tokens", "evicted_files")
 """Figures of the disk tier that each model counts for itself, so that those of several are added.
-
-The others are those of the whole folder, and are the same in each model.
 """
 
 
@@ -420,8 +402,5 @@ def add_up(
 
 
 def _sums(parts: Sequence[Mapping[str, Any]], names: Iterable[str] = ()) -> dict[str, Any]:
-    """Return the sum over `parts` of each figure in `names`, by name; a missing one counts as 0.
-
-    Without `names`, the figures are those of the first part.
-    """
+    """Return the sum over `parts` of each figure in `names`, by name; a missing one counts as 0."""
     return {name: round(sum(one.get(name) or 0 for one in parts), 3) for name in names or parts[0]}

@@ -141,10 +141,7 @@ class Models:
         return engine
 
     async def _opened(self, engine: Engine, arrival: Arrival | None) -> None:
-        """Wait until the model of `engine` is loaded; start to load it if that is not in progress.
-
-        Raises as `of`.
-        """
+        """Wait until the model of `engine` is loaded; start to load it if needed."""
         limits = (arrival.timeout_s if arrival else None, self.settings.request_timeout)
         seconds = min((limit for limit in limits if limit is not None), default=None)
         end = None if seconds is None else time.monotonic() + seconds
@@ -168,10 +165,7 @@ class Models:
             await asyncio.sleep(0)  # those it was opened for had left
 
     def _give_up_unwanted(self, engine: Engine) -> None:
-        """Cancel the load of a model that waits for memory if no request waits for the model.
-
-        If the load does not wait for memory, checks again after `GIVE_UP_S` seconds.
-        """
+        """Cancel the load of a model that waits for memory if no request waits for the model."""
         opening = self._opening.get(engine)
         if opening is None or self._arrivals.waits_for(engine.label):
             return

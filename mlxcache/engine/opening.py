@@ -68,11 +68,7 @@ def open_tier(
     seconds: Callable[[int, int], float],
     label: str,
 ) -> RemoteTier:
-    """Open the part of the shared remote that belongs to one model.
-
-    `objects`: the remote. `store`: that of the model's namespace. `seconds(start, stop)` estimates
-    the time for computing the prompt tokens in between. `label`: that of the model, for the log.
-    """
+    """Open the part of the shared remote that belongs to one model."""
     from mlxcache.remote.fetch import Shape  # noqa: PLC0415 - only with --remote
     from mlxcache.remote.tier import RemoteTier  # noqa: PLC0415
 

@@ -47,10 +47,7 @@ sample.
 """
 
 SAME_STATE = ("thinking_open", "continued", "generic_tools")
-"""Fields of two prompts that must be equal for one reply to answer both.
-
-They are the state in which the parser of the reply begins.
-"""
+"""Fields of two prompts that must be equal for one reply to answer both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,10 +244,7 @@ class LiveRequest:
         self._on_event(self, event)
 
     def take(self, piece: Piece) -> bool:
-        """Record that a piece of the reply has arrived; return True if it is the first.
-
-        The piece is added to `pieces` if these are collected.
-        """
+        """Record that a piece of the reply has arrived; return True if it is the first."""
         first = not self.replying
         self.replying = True
         if self._keep_pieces:
@@ -329,12 +323,7 @@ class RequestTable:
         keep_pieces: bool = False,
         guide: Guide | None = None,
     ) -> LiveRequest:
-        """Add a new request and return it; the caller submits its task.
-
-        `record`: where its figures are written. `scheduler`: the one that the task is submitted to.
-        `stall_s`: see `SharedReply`. `keep_pieces`: collect the pieces of the reply. `guide`:
-        restricts the reply's tokens; None if they are free.
-        """
+        """Add a new request and return it; the caller submits its task."""
         post = scheduler.thread.post
         shared = SharedReply(
             job,
@@ -413,7 +402,6 @@ def _computed(record: RequestRecord) -> int:
 
 
 def _same_reply(one: Job, other: Job) -> bool:
-    """Return whether two jobs of one client give the same reply for the same random numbers."""
     a, b = one.prompt, other.prompt
     if len(a.ids) != len(b.ids) or one.sampling != other.sampling:
         return False
@@ -424,7 +412,6 @@ def _same_reply(one: Job, other: Job) -> bool:
 
 
 def _copy_progress(record: RequestRecord, of: RequestRecord) -> None:
-    """Copy the status and token counts of `of` to the record of a request that joined it."""
     for name in FOLLOWED_FIELDS:
         setattr(record, name, getattr(of, name))
 

@@ -16,10 +16,7 @@ BACKLOG = 256
 
 
 GRACE_S = 1.0
-"""Seconds to wait before a reader that seems stalled is cancelled.
-
-The whole process may have been suspended.
-"""
+"""Seconds to wait before a reader that seems stalled is cancelled."""
 
 
 class Stream:
@@ -58,10 +55,7 @@ class Stream:
             self._loop.call_soon_threadsafe(self.put, event)
 
     def put(self, event: Event | BaseException) -> None:
-        """Add an event, or an error that ends the stream. Call on the event loop.
-
-        Does nothing if Finished or an error was added before.
-        """
+        """Add an event, or an error that ends the stream. Call on the event loop."""
         if self._over:
             return
         if isinstance(event, Admitted):
@@ -81,12 +75,7 @@ class Stream:
             self._loop.call_later(min(GRACE_S, self._stall_s), self._give_up, self._taken)
 
     def _give_up(self, taken: int) -> None:
-        """Call `cancel()` of the class if no event was read since this call was scheduled.
-
-        A timer calls it at most `GRACE_S` seconds after the reader seemed to have stalled, so that
-        the reader can catch up if the process was suspended. `taken`: number of events read when
-        the timer was set.
-        """
+        """Call `cancel()` of the class if no event was read since this call was scheduled."""
         if not self._over and self._taken == taken:
             self._cancel()
 

@@ -139,10 +139,7 @@ class TraceWriter:
         return parts
 
     def _known(self, digest: bytes, block: bytes) -> Iterator[int]:
-        """Yield the positions inside a block at which earlier paths with the same tokens ended.
-
-        `digest`: that of the tokens before the block. `block`: its token ids as bytes.
-        """
+        """Yield the positions inside a block at which earlier paths with the same tokens ended."""
         for cut, tails in (self._ends.peek(digest) or {}).items():
             if cut * 4 < len(block) and self._mac(digest, block[: cut * 4]) in tails:
                 yield cut

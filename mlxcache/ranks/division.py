@@ -63,10 +63,7 @@ class Part(msgspec.Struct, frozen=True):
 
 
 def part_of(layout: Layout, first_layer: int = 0) -> Part:
-    """Return the tensors that a model, or a rank's part of one, with this `layout` caches.
-
-    `first_layer`: as in `Part`.
-    """
+    """Return the tensors that a model, or a rank's part of one, with this `layout` caches."""
     rows = [(name, dtype, *shape) for name, (dtype, shape) in run_spec(layout).items()]
     states = [_shapes(state) for state in layout.states]
     classes = [adapter.name for adapter in layout.checkpointed]
@@ -74,7 +71,6 @@ def part_of(layout: Layout, first_layer: int = 0) -> Part:
 
 
 def _shapes(state: Any) -> list[ArrayShape]:
-    """Return dtype and shape of all arrays of a slot's state, in the order of its nested tuples."""
     if isinstance(state, ArraySpec):
         return [(dtype_name(state.dtype), tuple(state.shape))]
     if isinstance(state, list | tuple):
@@ -159,10 +155,7 @@ class Division:
         return made
 
     def _place(self, rank: int, name: str) -> tuple[str, int]:
-        """Return the name of the whole model's tensor of which a rank's tensor `name` is a part.
-
-        The second member is the index of the first head that the rank has.
-        """
+        """Return the name of the whole model's tensor of which a rank's tensor `name` is a part."""
         for whole, held in self.rows.items():
             for one in held:
                 if (one.rank, one.name) == (rank, name):
@@ -172,11 +165,7 @@ class Division:
     # -- states ------------------------------------------------------------------------------------
 
     def join_states(self, parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-        """Join the parts that all ranks have of a checkpoint; return the tensors of the whole one.
-
-        `parts`: the tensors of each rank, from rank 0. Raises StoreError if they do not fit
-        together.
-        """
+        """Join the parts of a checkpoint from all ranks; return the tensors of the whole one."""
         slots = [split_state(tensors) for tensors in parts]
         if self.mode == "pipeline":
             return packed_state([slot for rank in self.pipelined for slot in slots[rank]])
@@ -191,11 +180,7 @@ class Division:
         return packed_state(joined)
 
     def cut_states(self, tensors: Sequence[Tensor], rank: int) -> list[Tensor]:
-        """Return the tensors of a checkpoint that `rank` has, cut out of those of the whole model.
-
-        `tensors`: those of the whole model. Raises StoreError if they do not have the form of the
-        model's checkpoints.
-        """
+        """Return the tensors of a checkpoint that `rank` has, cut from the whole model's."""
         slots = split_state(tensors)
         whole = sum(len(part.states) for part in self.parts)
         if len(slots) != (whole if self.mode == "pipeline" else len(self.cuts)):
@@ -237,11 +222,7 @@ def find_division(whole: Part, parts: Sequence[Part], mode: Mode, model_type: st
 
 
 def _layers(whole: Part, parts: Sequence[Part]) -> dict[str, tuple[Rows, ...]]:
-    """Return the rank that has each tensor of the whole model, divided by layers.
-
-    The key is the tensor's name in the whole model, the value a tuple with one member. Raises
-    Unsupported if the ranks together do not have the tensors and states of the whole model.
-    """
+    """Return the rank that has each tensor of the whole model, divided by layers."""
     order = sorted(range(len(parts)), key=lambda rank: parts[rank].first_layer)
     rows: dict[str, tuple[Rows, ...]] = {}
     slots = 0
@@ -260,12 +241,7 @@ def _layers(whole: Part, parts: Sequence[Part]) -> dict[str, tuple[Rows, ...]]:
 
 
 def _heads(whole: Part, parts: Sequence[Part]) -> dict[str, tuple[Rows, ...]]:
-    """Return the ranks that have each tensor of the whole model, divided by heads.
-
-    The key is the tensor's name, the value a tuple with a member for each rank, or with that of
-    rank 0 alone if all have the same. Raises Unsupported if a tensor is not divided evenly, or if a
-    rank has other tensors.
-    """
+    """Return the ranks that have each tensor of the whole model, divided by heads."""
     rows: dict[str, tuple[Rows, ...]] = {}
     for index, (name, dtype, heads, dim) in enumerate(whole.rows):
         own = [part.rows[index] if index < len(part.rows) else None for part in parts]
@@ -286,12 +262,7 @@ def _heads(whole: Part, parts: Sequence[Part]) -> dict[str, tuple[Rows, ...]]:
 def _cuts(
     name: str, model_type: str, whole: Sequence[ArrayShape], parts: Sequence[Sequence[ArrayShape]]
 ) -> list[Cut | None]:
-    """Return the cut of each array of a slot's state.
-
-    None stands for an array that is the same on all ranks. `name`: class of the slot. `whole`,
-    `parts`: its arrays in the whole model, and of each rank. Raises Unsupported if it is not known
-    how they are divided.
-    """
+    """Return the cut of each array of a slot's state."""
     refused = Unsupported(f"States of the class {name} of {model_type} cannot be divided.")
     if any(part != parts[0] or len(part) != len(whole) for part in parts):
         raise refused
@@ -317,11 +288,7 @@ def _cuts(
 def _segments(
     name: str, model_type: str, shape: Sequence[int | None], state: Sequence[ArrayShape]
 ) -> tuple[int, ...] | None:
-    """Return the lengths of the segments in which an array of a state is divided; see `Cut`.
-
-    Returns None if it is not known how ranks divide such an array. `name`: class of the slot.
-    `shape`: that of the array in the whole model. `state`: all arrays of the slot there.
-    """
+    """Return the lengths of the segments in which an array of a state is divided; see `Cut`."""
     if name in BY_HEADS or (name == RECURRENT and len(shape) == 4):
         return (shape[1] or 0,)
     recurrent = [other for _, other in state if len(other) == 4]
@@ -348,12 +315,7 @@ class SlotState:
 
 
 def split_state(tensors: Sequence[Tensor]) -> list[SlotState]:
-    """Split the tensors of a checkpoint into those of each slot.
-
-    `tensors`: as `serialise.state_tensors` returns them: arrays, and a skeleton, which is JSON with
-    the nested structure of the state and an index in place of each array. Raises StoreError if they
-    do not fit together.
-    """
+    """Split the tensors of a checkpoint into those of each slot."""
     found = {tensor.name: tensor for tensor in tensors}
     try:
         trees = json.loads(bytes(found.pop(SKELETON).bytes))
@@ -383,10 +345,7 @@ def _numbered(tree: Any, found: dict[str, Tensor], arrays: list[Tensor]) -> Any:
 
 
 def packed_state(slots: Sequence[SlotState]) -> list[Tensor]:
-    """Return the tensors of a checkpoint with these slots, in the form that `split_state` takes.
-
-    First the skeleton, then the arrays.
-    """
+    """Return the tensors of a checkpoint with these slots, in the form that `split_state` takes."""
     trees: list[Any] = []
     arrays: list[Tensor] = []
     for slot in slots:
@@ -404,7 +363,6 @@ def _shifted(tree: Any, by: int) -> Any:
 
 
 def _bytes_of(tensor: Tensor) -> npt.NDArray[np.uint8]:
-    """Return the tensor as bytes, with a last axis for the bytes of an element."""
     raw = np.frombuffer(tensor.bytes, np.uint8)
     return raw.reshape(*tensor.shape, ITEM_BYTES[tensor.dtype])
 

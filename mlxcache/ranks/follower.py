@@ -98,7 +98,6 @@ class Follower:
     def _request_change(
         self, request: op.Pin | op.Remove | op.Forget | op.Clear | op.Prune
     ) -> op.Answer:
-        """Queue a change of files for the writer's thread; return an empty answer."""
         match request:
             case op.Pin(name, paths):
                 self._change(lambda store: store.pin(name, [ids_of_bytes(path) for path in paths]))
@@ -113,11 +112,7 @@ class Follower:
         return op.Answer()
 
     def _remove(self, ids: Tokens, keep: int, mode: Mode, size: int) -> None:
-        """Have files removed that this rank wrote in a group of `size` ranks, divided by `mode`.
-
-        These are the files for the token ids `ids`, except those that hold any of the first `keep`
-        tokens. Does not block.
-        """
+        """Have files removed that this rank wrote in a group of `size` ranks, divided by `mode`."""
         if self._rank < size:
             part = PartName(self._namespace, mode, self._rank, size).namespace
             self._change(lambda store: store.for_namespace(part).remove_beyond(ids, keep))
@@ -132,12 +127,7 @@ class Follower:
         return self._verify(question)
 
     def _find(self, ids: bytes, *, touch: bool) -> tuple[int, list[int] | None]:
-        """Return how many leading tokens of `ids` are on disk, and the positions of checkpoints.
-
-        The positions are None if this rank needs no checkpoints. Returns 0 and no positions if
-        there is no store, or if it cannot be read. `ids`: int32, as bytes. `touch`: count this as a
-        use of the files, which delays their eviction.
-        """
+        """Return how many leading tokens of `ids` are on disk, and the positions of checkpoints."""
         if self.store is None:
             return 0, []
         try:
@@ -212,10 +202,7 @@ class Follower:
         return self._lineages[number]
 
     def _lineage(self, number: int, length: int) -> Lineage:
-        """Return the lineage `number`, after setting its number of positions to `length`.
-
-        That is its length on rank 0. Passes append to its caches, but do not count the positions.
-        """
+        """Return the lineage `number`, after setting its number of positions to `length`."""
         lineage = self._lineages[number]
         lineage.advance(length - lineage.length)
         return lineage
@@ -229,11 +216,7 @@ class Follower:
         return found.caches if found is not None else self._batches[number]
 
     def _pass(self, number: int, tokens: mx.array) -> None:
-        """Feed one token per row, and begin to receive the next ones, which rank 0 draws.
-
-        `number`: that of a lineage or batch. `tokens`: token ids, shape (rows,). Does not wait for
-        the next tokens: they become the pending ones of this lineage or batch.
-        """
+        """Feed one token per row, and begin to receive the next ones, which rank 0 draws."""
         logits = self.model(tokens[:, None], cache=self._caches(number))
         drawn = self.share(logits)
         mx.async_eval(drawn)  # type: ignore[no-untyped-call]
@@ -411,11 +394,7 @@ class Follower:
     # -- on the writer's thread --------------------------------------------------------------------
 
     def _write(self, key: bytes, write: Callable[[Store], None]) -> None:
-        """Have the writer's thread call `write`, which writes the file `key`. Does not block.
-
-        `key`: a result of `key_of`. The outcome is kept in memory until rank 0 asks for it with the
-        question `Outcome`. Raises StoreError if this rank has no store.
-        """
+        """Have the writer's thread call `write`, which writes the file `key`. Does not block."""
         store = self._opened
 
         def run() -> None:
@@ -432,10 +411,7 @@ class Follower:
         self._writer.submit(run)
 
     def _change(self, change: Callable[[Store], object]) -> None:
-        """Have the writer's thread call `change`, which pins or removes files. Does not block.
-
-        A failure is logged. Nothing is called if this rank has no store.
-        """
+        """Have the writer's thread call `change`, which pins or removes files. Does not block."""
         if (store := self.store) is None:
             return
 
@@ -449,7 +425,6 @@ class Follower:
 
 
 def _checkpoint_at(position: int, found: Found) -> Saved:
-    """Return the checkpoint at `position`. Raises StoreError if there is none."""
     saved = next((one for one in found.checkpoints if one.position == position), None)
     if saved is None:
         raise StoreError(f"no checkpoint at {position} tokens is on disk")

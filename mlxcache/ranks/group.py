@@ -117,10 +117,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Address at which the other ranks connect to rank 0.
-
-    `port`: a TCP port of rank 0's host. `key`: the secret with which each rank authenticates.
-    """
+    """Address at which the other ranks connect to rank 0."""
 
     port: int
     key: bytes
@@ -135,10 +132,7 @@ def versions() -> dict[str, str]:
 
 
 def check_divisible(model: nn.Module, config: Mapping[str, Any], size: int, mode: Mode) -> None:
-    """Raise ModelError if `model` cannot be divided among `size` ranks. Reads no weights.
-
-    `config`: the content of its config.json.
-    """
+    """Raise ModelError if `model` cannot be divided among `size` ranks. Reads no weights."""
     kind = config.get("model_type", "this model")
     if mode == "pipeline":
         inner: Any = getattr(model, "model", None)
@@ -215,11 +209,7 @@ def first_layer(model: nn.Module, mode: Mode) -> int:
 def share_of(
     layout: Layout, ram_limit: int, first: int = 0, buffer_limit: int | None = None
 ) -> Share:
-    """Return the message to rank 0 about a rank's part of the model, which has this `layout`.
-
-    `ram_limit`: bytes of the budget on the rank's machine. `first`: index of the part's first
-    layer. `buffer_limit`: as in `Share`.
-    """
+    """Return the message to rank 0 about a rank's part of the model, which has this `layout`."""
     return Share(
         None,
         layout.bytes_per_token,
@@ -320,10 +310,7 @@ def accept_all(host: str, group: Any) -> list[Links]:
 
 
 def _accept(listener: Listener, key: bytes, greeted: SimpleQueue[Any], ended: Event) -> None:
-    """Accept connections until one comes after `ended` was set; each gets a thread for `_greet`.
-
-    `key`, `greeted`: as in `_greet`.
-    """
+    """Accept connections until one comes after `ended` was set; each gets a thread for `_greet`."""
     while not ended.is_set():
         try:
             connection = listener.accept()
@@ -352,7 +339,6 @@ def _greet(connection: Any, key: bytes, greeted: SimpleQueue[Any]) -> None:
 
 
 def _poke(address: Any) -> None:
-    """Wake a listener that waits at `address`: connect to it, and close the connection at once."""
     with suppress(OSError):
         socket.create_connection(address, timeout=1.0).close()
 
@@ -432,10 +418,7 @@ class Watch:
         ]
 
     def worst_pressure(self) -> MemoryPressure:
-        """Return the greatest memory pressure in the last answers of the other ranks. Any thread.
-
-        It is `NO_PRESSURE` before the first answers.
-        """
+        """Return the greatest memory pressure in the other ranks' last answers. Any thread."""
         worst = NO_PRESSURE
         for rank, answer in enumerate(self._answers, 1):
             if answer.vitals.pressure > worst.level:

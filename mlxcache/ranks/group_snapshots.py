@@ -69,12 +69,7 @@ class GroupSnapshotKV(SnapshotKV):
     def _rows_of_ranks(
         self, ids: Tokens, pieces: Sequence[Piece], held: Sequence[Rows], start: int, end: int
     ) -> list[bytes]:
-        """Return the bytes of positions [start, end) of each tensor in `held`, in that order.
-
-        `held`: parts of one tensor of the whole model, each on another rank. `pieces`: the runs of
-        rank 0 that hold these positions, as found for `ids`. Raises StoreError if a rank cannot
-        read its part, or cannot be reached.
-        """
+        """Return the bytes of positions [start, end) of each tensor in `held`, in that order."""
         key = op.key_of(ids.tobytes(), None)
         questions: list[op.AnyQuestion | None] = [None] * (self._division.size - 1)
         for one in held:
@@ -107,10 +102,7 @@ class GroupSnapshotKV(SnapshotKV):
             yield bytes(whole[at : at + CHUNK_BYTES])
 
     def _state(self, ids: Tokens, saved: Saved) -> list[Tensor]:
-        """Read the parts that all ranks have of a checkpoint; return the tensors of the whole one.
-
-        `ids`, `saved`: as in `state_places`. Raises StoreError.
-        """
+        """Read the parts of a checkpoint from all ranks; return the tensors of the whole one."""
         key, position = op.key_of(ids.tobytes(), None), saved.position
         having = [bool(part.states) for part in self._division.parts[1:]]
         asked = [op.StateArrays(key, position) if has else None for has in having]
@@ -169,11 +161,7 @@ class GroupSnapshotKV(SnapshotKV):
         self._write(ids, None, parts)
 
     def _write(self, ids: Tokens, start: int | None, parts: Sequence[Sequence[Tensor]]) -> None:
-        """Have each rank write its part of a file, and wait. Raises StoreError if one cannot.
-
-        `start`: position at which the run begins, or None for the checkpoint at the end of `ids`.
-        `parts`: the tensors of each rank, from rank 0.
-        """
+        """Have each rank write its part of a file, and wait. Raises StoreError if one cannot."""
         data = ids.tobytes()
         with self._uploading:
             self._upload(parts[1:])
@@ -188,10 +176,7 @@ class GroupSnapshotKV(SnapshotKV):
             self._wait(op.key_of(data, start))
 
     def _upload(self, parts: Sequence[Sequence[Tensor]]) -> None:
-        """Send each other rank the bytes of its tensors, in messages of at most `PART_BYTES`.
-
-        `parts`: the tensors of each rank, from rank 1.
-        """
+        """Send each other rank the bytes of its tensors, in messages of at most `PART_BYTES`."""
         whole = [memoryview(b"".join(tensor.bytes for tensor in each)) for each in parts]
         for at in range(0, max(map(len, whole)), PART_BYTES):
             sent = [bytes(data[at : at + PART_BYTES]) for data in whole]
@@ -204,10 +189,6 @@ def _nbytes(array: op.Array) -> int:
 
 
 def _tensors(arrays: Sequence[op.Array], data: bytes) -> list[Tensor]:
-    """Return the tensors `arrays`, whose bytes, one after another, are `data`.
-
-    Raises StoreError if there are too few bytes.
-    """
     made, at, view = [], 0, memoryview(data)
     for array in arrays:
         name, dtype, shape = array

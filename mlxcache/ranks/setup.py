@@ -54,11 +54,7 @@ def config_digest(model: Path) -> str:
 
 
 class Rank:
-    """A rank other than 0, from its connection to its end.
-
-    `cache_dir`: the folder of its files. Ranks on one machine can share a folder, because each has
-    a namespace of its own.
-    """
+    """A rank other than 0, from its connection to its end."""
 
     def __init__(self, place: Place, cache_dir: Path):
         self.place = place
@@ -133,11 +129,7 @@ class Rank:
         os._exit(0)  # MLX ends the process with an error while a group exists
 
     def _load(self, setup: Setup) -> load.Loaded:
-        """Load this rank's part of the model.
-
-        Raises ModelError if it cannot be loaded, or if the config.json or the packages' versions
-        are not those of rank 0.
-        """
+        """Load this rank's part of the model."""
         path = load.resolve(setup.model, None)
         if config_digest(path) != setup.config:
             raise ModelError(f"the config.json of {path} differs from that of rank 0")

@@ -64,11 +64,7 @@ class SnapshotParts:
         return op.Answer()
 
     def _import(self, data: bytes, start: int | None, arrays: list[op.Array]) -> op.Answer:
-        """Have the uploaded bytes written as a file later, and return an empty answer at once.
-
-        `data`: the token ids, int32 as bytes. `start`, `arrays`: as in `Import`. The outcome of the
-        write is noted by `write`.
-        """
+        """Have the uploaded bytes written as a file later, and return an empty answer at once."""
         ids, raw = ids_of_bytes(data), memoryview(bytes(self._uploaded))
         self._uploaded.clear()
         tensors, at = [], 0
@@ -91,10 +87,7 @@ def _read(
     found: Found,
     files: SnapshotKV,
 ) -> op.Answer:
-    """Return the answer to a question, read from this rank's files. Raises StoreError.
-
-    `found`: what this rank has on disk for the token ids `ids`. `files`: reader of these files.
-    """
+    """Return the answer to a question, read from this rank's files. Raises StoreError."""
     match question:
         case op.ReadRows(_, name, start, end):
             if end > found.length:

@@ -57,7 +57,6 @@ def probe(connection: socket.socket) -> None:
 
 
 def _options() -> dict[int, int]:
-    """Return the TCP options for keepalive that this system has, from number to value."""
     idle = "TCP_KEEPALIVE" if sys.platform == "darwin" else "TCP_KEEPIDLE"
     wanted = {idle: IDLE_S, "TCP_KEEPINTVL": EVERY_S, "TCP_KEEPCNT": PROBES}
     wanted["TCP_USER_TIMEOUT"] = 1000 * LOST_S
@@ -68,7 +67,6 @@ def _options() -> dict[int, int]:
 
 
 def _descriptors() -> set[int]:
-    """Return the numbers of this process's open files."""
     found = set()
     for name in os.listdir("/dev/fd"):
         with suppress(OSError, ValueError):

@@ -11,10 +11,7 @@ MOST_PROBE_S = 30.0
 """Most seconds between two probes."""
 
 STEADY_S = 60.0
-"""Seconds after the end of a skipped period from which the next one begins with `probe_s` again.
-
-Before that, it begins with twice the last `wait_s`.
-"""
+"""Seconds after the end of a skipped period from which the next one begins with `probe_s` again."""
 
 
 class Breaker:

@@ -220,11 +220,7 @@ class Fetcher:
     # -- what is there -----------------------------------------------------------------------------
 
     def _find_runs(self, lookup: _Lookup) -> list[int]:
-        """Return the ends of the run objects to read: those of whole cells, then that of the tail.
-
-        There may be no tail. For ends, cells and tails see `remote.grid`. Raises _Expired and
-        RemoteUnavailable, as `_call` does.
-        """
+        """Return the ends of the run objects to read: of whole cells, then of the tail."""
         chain, cell = lookup.chain, self._shape.cell
         length = len(chain.ids)
 
@@ -246,12 +242,7 @@ class Fetcher:
         return self._call(lookup, lambda left: self._objects.head_many(names, left))
 
     def _find_checkpoint(self, lookup: _Lookup, reach: int) -> int | None:
-        """Return the position of the last useful checkpoint in the remote, at most `reach`.
-
-        None if there is none at least `MIN_GAIN` tokens after those that the request can reuse
-        without the remote. Searches the cell of `reach` and at most `BACK` cells before it. Raises
-        _Expired and RemoteUnavailable, as `_call` does.
-        """
+        """Return the position of the last useful checkpoint in the remote, at most `reach`."""
         cell = self._shape.cell
         cells = range(reach // cell, max(-1, reach // cell - 1 - BACK), -1)
         for n, at in enumerate(cells):
@@ -270,12 +261,7 @@ class Fetcher:
     def _is_worth(
         self, lookup: _Lookup, ends: Sequence[int], target: int, at: int | None = None
     ) -> bool:
-        """Return whether fetching runs is expected to take less time than computing their tokens.
-
-        True also while the speed of the remote is not known. `ends`: ends of the run objects still
-        to fetch, for a prefix of `target` tokens. `at`: position up to which this lookup has saved
-        runs; None before the first.
-        """
+        """Return whether fetching runs should take less time than computing their tokens."""
         nbytes = sum(self._run_bytes(end) for end in ends)
         if at is None and self._shape.opaque:
             nbytes += self._shape.checkpoint_bytes
@@ -294,10 +280,7 @@ class Fetcher:
     # -- reading -----------------------------------------------------------------------------------
 
     def _get_checkpoint(self, lookup: _Lookup, position: int) -> list[Tensor] | None:
-        """Read and verify the checkpoint at `position`; None if it is missing or damaged.
-
-        Raises _Expired after the lookup's time limit, and RemoteUnavailable.
-        """
+        """Read and verify the checkpoint at `position`; None if it is missing or damaged."""
         name = grid.checkpoint_name(lookup.chain, position, self._shape.cell)
         began, nbytes = self._clock(), self._shape.checkpoint_bytes
         data = self._result(lookup, self._begin(lookup, name, nbytes), name, nbytes, began)
@@ -313,13 +296,7 @@ class Fetcher:
         return state
 
     def _save_runs(self, lookup: _Lookup, ends: Sequence[int], target: int) -> int:
-        """Read the runs with the given `ends` and save them in order; return the tokens saved.
-
-        `target`: number of tokens of the prefix that is fetched. Stops early at a run that is
-        missing, damaged, not read within the time limit or not saved; if the remote fails; if
-        reading the other runs is expected to take longer than computing their tokens; and if nobody
-        waits for the result any more.
-        """
+        """Read the runs with the given `ends` and save them in order; return the tokens saved."""
         at, saved = lookup.local, 0
         try:
             for end, data in self._read(lookup, ends):
@@ -368,11 +345,7 @@ class Fetcher:
         return True
 
     def _read(self, lookup: _Lookup, ends: Sequence[int]) -> Iterator[tuple[int, bytes]]:
-        """Yield the end and the content of each run object in order, reading several at once.
-
-        Stops at one that is missing or damaged. Raises _Expired after the lookup's time limit, and
-        RemoteUnavailable.
-        """
+        """Yield the end and the content of each run object in order, reading several at once."""
         waiting = deque(ends)
         reading: deque[tuple[int, str, Future[bytes | None]]] = deque()
         began, total = self._clock(), 0
@@ -396,12 +369,7 @@ class Fetcher:
                 future.cancel()
 
     def _begin(self, lookup: _Lookup, name: str, nbytes: int) -> Future[bytes | None]:
-        """Start reading the object `name`; return a future of its content.
-
-        The content is None if the object is missing or damaged. The future raises RemoteUnavailable
-        after the time in which any fetch of the prompt can be worthwhile. `nbytes`: expected bytes
-        of the object's tensors. An object that is much larger is not read.
-        """
+        """Start reading the object `name`; return a future of its content."""
         within = max(0.0, lookup.allowance.left) + self._seconds(lookup.have, lookup.most)
         return self._pool.submit(self._objects.get, name, within, most=2 * nbytes + SPARE_BYTES)
 
@@ -413,12 +381,7 @@ class Fetcher:
         nbytes: int,
         began: float,
     ) -> bytes | None:
-        """Wait for the content of an object; None if it is missing or damaged.
-
-        `future`: result of `_begin` for the object `name`. `nbytes`: bytes, those of this object
-        included, that are expected to be read from the time `began` on. Raises _Expired after the
-        lookup's time limit or a far longer wait than expected, and RemoteUnavailable.
-        """
+        """Wait for the content of an object; None if it is missing or damaged."""
         expected, wait = self.pace.seconds(nbytes), lookup.allowance.left
         if expected is not None:
             wait = min(wait, max(STALL * expected, lookup.allowance.least))
@@ -433,17 +396,12 @@ class Fetcher:
         return data
 
     def _note_read(self, data: bytes, total: int, began: float) -> None:
-        """Count the object `data`, and measure the speed: `total` bytes were read since `began`."""
         self.pace.note_bytes(total, self._clock() - began)
         self._counts.add("fetched_objects")
         self._counts.add("fetched_bytes", len(data))
 
     def _call(self, lookup: _Lookup, action: Callable[[float], T]) -> T:
-        """Return the result of `action(seconds)`, a small call to the remote.
-
-        `seconds`: time that the lookup has left. Raises _Expired after the lookup's time limit or
-        when nobody waits for its result, and RemoteUnavailable.
-        """
+        """Return the result of `action(seconds)`, a small call to the remote."""
         began, left = self._clock(), lookup.allowance.left
         if left <= 0 or lookup.dropped():
             raise _Expired

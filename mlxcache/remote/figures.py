@@ -38,11 +38,7 @@ class Traffic:
 
     @property
     def rate(self) -> float | None:
-        """Moving average of the bytes per second of all running transfers together.
-
-        None before the first measurement, and from 300 s (`LASTING_S`) after the newest.
-        Transfers that were broken off count too.
-        """
+        """Moving average of the bytes per second of all running transfers together."""
         if self._rate is None or time.monotonic() - self._measured_at > LASTING_S:
             return None
         return self._rate
@@ -54,10 +50,7 @@ class Traffic:
 
     @contextmanager
     def transfer(self) -> Iterator[Traffic]:
-        """Context manager of one transfer: yield this instance, to `add` the bytes to.
-
-        Counts an object if the block ends without an error.
-        """
+        """Context manager of one transfer: yield this instance, to `add` the bytes to."""
         if not self._running:
             self._began, self._moved = time.monotonic(), 0
         self._running += 1
@@ -71,11 +64,7 @@ class Traffic:
             self._measure(least_s=math.inf if whole else _BROKEN_S)
 
     def _measure(self, least_s: float) -> None:
-        """Update `rate` if enough bytes were moved, or more than `least_s` seconds have passed.
-
-        Enough are `LEAST_MEASURED` bytes. While other transfers run, nothing is updated before
-        `_PERIOD_S` seconds have passed.
-        """
+        """Update `rate` if enough bytes were moved, or more than `least_s` seconds have passed."""
         now = time.monotonic()
         seconds = max(now - self._began, 1e-6)
         if self._running and seconds < _PERIOD_S:
@@ -101,10 +90,7 @@ class Figures:
         self._lock = threading.Lock()
 
     def add_damaged(self) -> int:
-        """Count a damaged object; return how many there were since the last intact one.
-
-        For any thread.
-        """
+        """Count a damaged object; return how many there were since the last intact one."""
         with self._lock:
             self.damaged += 1
             self._in_a_row += 1

@@ -39,19 +39,12 @@ def cell_tokens(bytes_per_token: int) -> int:
 
 
 def cell_start(end: int, cell: int) -> int:
-    """Return the position of the first token that the run object with the given `end` holds.
-
-    `cell`: tokens of a cell.
-    """
+    """Return the position of the first token that the run object with the given `end` holds."""
     return (end - 1) // cell * cell
 
 
 def run_name(chain: Chain, end: int) -> str:
-    """Return the name of the run object with the given `end`.
-
-    `chain`: the prompt's token ids with the digests of its blocks. `end`: a positive multiple of
-    the block size.
-    """
+    """Return the name of the run object with the given `end`."""
     return f"{VERSION}/{chain.namespace}/run/{chain.whole[end // BLOCK].hex()}"
 
 
@@ -66,19 +59,12 @@ def checkpoint_prefix(chain: Chain, position: int, cell: int) -> str:
 
 
 def checkpoint_name(chain: Chain, position: int, cell: int) -> str:
-    """Return the name of the checkpoint after the first `position` tokens of the chain.
-
-    `cell`: tokens of a cell.
-    """
+    """Return the name of the checkpoint after the first `position` tokens of the chain."""
     return f"{checkpoint_prefix(chain, position, cell)}{position}-{chain.at(position).hex()}"
 
 
 def checkpoint_positions(chain: Chain, names: Sequence[str], most: int) -> list[int]:
-    """Return the positions of those of `names` that are checkpoints of the chain, ascending.
-
-    `names`: names of objects, or the parts of them after the last slash. Names of other objects,
-    and positions after `most`, are left out.
-    """
+    """Return the positions of those of `names` that are checkpoints of the chain, ascending."""
     found = set()
     for name in names:
         position, _, digest = name.rpartition("/")[2].partition("-")

@@ -101,7 +101,6 @@ def prune(url: RemoteUrl, older_than: timedelta, step: Callable[[int], None]) ->
 
 
 def _run(url: RemoteUrl, work: Coroutine[Any, Any, None]) -> None:
-    """Run the coroutine `work` to its end. Raises RemoteUnavailable if the storage fails."""
     try:
         asyncio.run(work)
     except (Failure, TimeoutError) as error:
@@ -110,10 +109,7 @@ def _run(url: RemoteUrl, work: Coroutine[Any, Any, None]) -> None:
 
 
 async def _pages(storage: Storage) -> AsyncIterator[list[Stored]]:
-    """Yield all objects except the marker and those behind a symbolic link, in pages of a listing.
-
-    Raises Failure, and TimeoutError if a page takes longer than `PAGE_S`.
-    """
+    """Yield all objects but the marker and those behind a symbolic link, in pages."""
     pages = storage.pages("v1")
     while True:
         try:

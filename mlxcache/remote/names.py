@@ -26,10 +26,7 @@ class KnownNames:
         self._wrong: LRU[str, bool] = LRU(MOST_NAMES)
 
     def note_present(self, name: str, stop: int) -> None:
-        """Remember that the object `name` is in the remote, with tokens up to position `stop`.
-
-        The object no longer counts as damaged.
-        """
+        """Remember that the object `name` is in the remote, with tokens up to position `stop`."""
         self._wrong.pop(name)
         self._present.put(name, (self._clock(), stop))
 
@@ -48,8 +45,5 @@ class KnownNames:
         return known is not None and known[1] >= stop and self._clock() - known[0] < RECENT_S
 
     def is_wrong(self, name: str) -> bool:
-        """Return whether the object `name` must be written even if the remote has one of this name.
-
-        True from `note_wrong` with this name until `note_present` with it.
-        """
+        """Return whether the object `name` must be written even if the remote has one."""
         return self._wrong.peek(name) is not None

@@ -126,19 +126,11 @@ class Objects:
         return self._figures.down.rate
 
     def head(self, name: str, within: float | None = None) -> int | None:
-        """Return the size of the content of the object `name` in bytes, or None if it is absent.
-
-        `within`: seconds to wait at most, if less than the deadline of `Limits`. Raises
-        RemoteUnavailable.
-        """
+        """Return the size of the content of the object `name` in bytes, or None if it is absent."""
         return self._wait(partial(self._head, self._stored(name)), self._reading, within)
 
     def head_many(self, names: Sequence[str], within: float | None = None) -> list[int | None]:
-        """Return the size of each of the objects `names`, or None if it is absent.
-
-        The sizes are those of the contents, in bytes, and are asked for at the same time. `within`:
-        seconds to wait at most, if less than the deadline of `Limits`. Raises RemoteUnavailable.
-        """
+        """Return the size of each of the objects `names`, or None if it is absent."""
         stored = [self._stored(name) for name in names]
         return self._wait(lambda: _all([self._head(one) for one in stored]), self._reading, within)
 

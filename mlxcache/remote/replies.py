@@ -50,8 +50,6 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 
 
 class _Reply(msgspec.Struct, frozen=True, array_like=True):
-    """A reply as stored, with `ids` as little-endian int32; for other fields see `ReplyRow`."""
-
     digest: _Digest
     length: _Count
     tail: Annotated[str, msgspec.Meta(max_length=64)]
@@ -166,10 +164,7 @@ class SharedReplies:
         self._uploader.add_record(f"{name} {row.key.hex()}", lambda: self._put(name, row))
 
     def _put(self, name: str, row: ReplyRow) -> None:
-        """Add the reply `row` to the object `name`, which holds the replies to the same prompt.
-
-        Raises RemoteUnavailable.
-        """
+        """Add the reply `row` to the object `name`, which holds the replies to the same prompt."""
         held = self._decoded(name, self._objects.get(name, most=MOST_BYTES))
         if any(one.key == row.key for one in held):
             return

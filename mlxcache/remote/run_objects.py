@@ -45,13 +45,7 @@ class FetchedRun:
 
 
 def pack_run(store: Store, found: Found, chain: Chain, start: int, stop: int) -> bytes:
-    """Return the content of the object of a run, made from the files in `found`.
-
-    The object holds the tokens [start, stop) of `chain`; `start` is a multiple of the block size.
-    `found`: result of a search for the chain's token ids; the caller makes sure that its files
-    cover [start, stop). The files are verified first. Blocks for reading. Raises StoreError if a
-    file is damaged or was evicted meanwhile, and OSError or Malformed if reading fails.
-    """
+    """Return the content of the object of a run, made from the files in `found`."""
     places: tuple[Place, ...] = ()
     late: frozenset[str] = frozenset()
     buffers: dict[str, bytearray] = {}
@@ -158,6 +152,5 @@ def _tensor(data: memoryview, place: Place) -> Tensor:
 
 
 def _first_rows(tensor: Tensor, count: int) -> Tensor:
-    """Return a view of a tensor's first `count` rows."""
     nbytes = tensor.nbytes // tensor.shape[0] * count
     return Tensor(tensor.name, tensor.dtype, (count, *tensor.shape[1:]), tensor.bytes[:nbytes])

@@ -47,10 +47,7 @@ class Sealed:
         self.key_id: str | None = _derive(key, b"id", 16).hex()
 
     def stored_name(self, name: str) -> str:
-        """Return the name under which the object `name` is stored.
-
-        Each part between slashes, except the first, is encrypted and written in base 32.
-        """
+        """Return the name under which the object `name` is stored."""
         parts = name.encode().split(b"/")
         return "/".join(
             _encode(self._names.encrypt(part, parts[:place])) if place else part.decode()
@@ -95,7 +92,6 @@ def _derive(key: bytes, purpose: bytes, length: int) -> bytes:
 
 
 def _bound(name: str) -> bytes:
-    """Return the associated data of an object's content: the header and the object's name."""
     return make_head(SEALED) + name.encode()
 
 

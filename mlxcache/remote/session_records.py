@@ -112,19 +112,12 @@ class SharedSessions:
             self._found.put(name, (found,))
 
     def find(self, owner: str | None, key: bytes) -> Origin | None:
-        """Return the session to which a conversation belongs, by its record in the remote.
-
-        Returns None if there is no record, or `look_up` has not read it by now. `owner`, `key`: as
-        in `look_up`.
-        """
+        """Return the session to which a conversation belongs, by its record in the remote."""
         record = (self._found.get(self._name(owner, key)) or (None,))[0]
         return None if record is None else Origin(record.id, record.name, record.created_at)
 
     def share(self, session: Session, key: bytes) -> None:
-        """Queue the record of a session to be uploaded, if it changed since it was last queued.
-
-        Call after each turn. `key`: as in `look_up`, for the conversation of the turn.
-        """
+        """Queue the record of a session to be uploaded, if it changed since it was last queued."""
         record = SessionRecord(
             id=session.id,
             label=session.label,

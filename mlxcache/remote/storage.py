@@ -44,11 +44,7 @@ _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """An object in a listing.
-
-    `path`: that in the storage, relative to its URL. `size`: in bytes, as stored. `modified`: the
-    time when it was last written.
-    """
+    """An object in a listing."""
 
     path: str
     size: int
@@ -118,10 +114,7 @@ class Storage:
             raise Failure("there is no such bucket or folder", grave=True) from None
 
     async def pages(self, prefix: str) -> AsyncIterator[list[Stored]]:
-        """Yield the objects whose paths begin with `prefix`, in pages of a listing.
-
-        The prefix is compared by whole parts of paths: `a/b` lists `a/b/c`, but not `a/bc`.
-        """
+        """Yield the objects whose paths begin with `prefix`, in pages of a listing."""
         with _failures():
             async for page in obstore.list(self._store, prefix, chunk_size=_PAGE):
                 yield [Stored(one["path"], one["size"], one["last_modified"]) for one in page]
@@ -200,12 +193,7 @@ def _s3_config() -> S3Config:
 
 
 def _section(variable: str, name: str, section: str) -> dict[str, str]:
-    """Return the settings in one section of an AWS file.
-
-    The file is that whose path is in the environment variable `variable`, or, if this is not set,
-    the file `name` in ~/.aws. Returns an empty dict if there is no such file or section. Raises
-    ConfigError if the file is malformed.
-    """
+    """Return the settings in one section of an AWS file."""
     path = Path(os.environ.get(variable) or Path.home() / ".aws" / name)
     parser = configparser.RawConfigParser()
     try:

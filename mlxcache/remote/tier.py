@@ -129,11 +129,7 @@ class RemoteTier:
     # -- replies -----------------------------------------------------------------------------------
 
     def share_reply(self, owner: str | None, asked: bytes, row: ReplyRow) -> None:
-        """Queue the reply `row` to be uploaded.
-
-        `owner`: the owner of the request. `asked`: digest of the messages before the reply; see
-        `Found.asked` in `prompt.canonical.replies`.
-        """
+        """Queue the reply `row` to be uploaded."""
         self._replies.offer(owner, asked, row)
 
     def replies_to(self, owner: str | None, asked: Sequence[bytes], tokens: int) -> list[ReplyRow]:
@@ -152,11 +148,7 @@ class RemoteTier:
     # -- state -------------------------------------------------------------------------------------
 
     def figures(self) -> dict[str, Any]:
-        """Return counts of what this model has exchanged with the remote since the server started.
-
-        The keys are `remote.counts.NAMES`, such as `fetched_bytes` and `uploaded_objects`, and
-        `waiting`: number of uploads queued or in progress.
-        """
+        """Return counts of what this model has exchanged with the remote since the start."""
         return {**self._counts.figures(), "waiting": self.uploader.waiting}
 
     def close(self, seconds: float = CLOSE_S) -> None:

@@ -92,10 +92,7 @@ class Uploader:
             self._state.notify_all()
 
     def add_record(self, name: str, put: Callable[[], None]) -> None:
-        """Queue `put`, which writes the small object `name`, in place of one queued as `name`.
-
-        `put` is called on the uploader's thread and may raise RemoteUnavailable.
-        """
+        """Queue `put`, which writes the small object `name`, in place of one queued as `name`."""
         with self._state:
             self._records[name] = put
             self._records.move_to_end(name)
@@ -114,10 +111,7 @@ class Uploader:
             return len(self._paths) + len(self._records) + self._busy
 
     def wait(self, seconds: float) -> bool:
-        """Block until no upload is queued or in progress, for at most `seconds`.
-
-        Returns True if none is, False if the time was over or the thread ended before.
-        """
+        """Block until no upload is queued or in progress, for at most `seconds`."""
         deadline = time.monotonic() + seconds
         with self._state:
             while self._paths or self._records or self._busy:
@@ -128,10 +122,7 @@ class Uploader:
         return True
 
     def close(self, seconds: float) -> int:
-        """End the thread after the path or record in progress, waiting at most `seconds`.
-
-        Returns the number of paths and records that were not uploaded.
-        """
+        """End the thread after the path or record in progress, waiting at most `seconds`."""
         with self._state:
             self._closing = True
             self._state.notify_all()
@@ -168,11 +159,7 @@ class Uploader:
                     self._state.notify_all()
 
     def _next(self) -> tuple[str, Callable[[], None]] | Tokens | None:
-        """Wait for the next item of the queue and remove it; return None once `close` was called.
-
-        After a failed upload, also waits until the pause before the next try is over. An item is
-        the token ids of a path, or the name of a record and the function that writes it.
-        """
+        """Wait for and remove the next item of the queue; return None once `close` was called."""
         with self._state:
             if self._pause and not self._closing:
                 end = time.monotonic() + self._pause
@@ -210,11 +197,7 @@ class Uploader:
             self._put_run(chain, found, end, stop)
 
     def _note_held(self, chain: Chain, ends: Sequence[int]) -> None:
-        """Ask the remote which of the run objects of `chain` with these `ends` it has.
-
-        Those that it has are remembered as present. Objects already known to be present are not
-        asked for.
-        """
+        """Ask the remote which of the run objects of `chain` with these `ends` it has."""
         names = [(grid.run_name(chain, end), end) for end in ends]
         names = [one for one in names if not self._names.is_present(*one)]
         for at in range(0, len(names), HEADS):
@@ -225,11 +208,7 @@ class Uploader:
                     self._names.note_present(name, end)
 
     def _run_ends(self, length: int) -> list[tuple[int, int]]:
-        """Return for each run object of a path its end, and the position after its last token.
-
-        `length`: tokens of the path. The objects are those of the whole cells and of the tail,
-        which also holds the tokens of an incomplete block.
-        """
+        """Return for each run object of a path its end, and the position after its last token."""
         cell, whole = self._shape.cell, length // BLOCK * BLOCK
         ends = [*range(cell, whole, cell), *([whole] if whole else [])]
         return [(end, length if end == whole else end) for end in ends]
@@ -267,10 +246,8 @@ class Uploader:
 
 
 def _description(item: tuple[str, Callable[[], None]] | Tokens) -> str:
-    """Return a text for the log that names an item of the queue; see `Uploader._next`."""
     return item[0] if isinstance(item, tuple) else f"KV of {len(item)} tokens"
 
 
 def _continues(ids: Tokens, path: Tokens) -> bool:
-    """Return whether `ids` begin with `path`."""
     return len(path) <= len(ids) and bool(np.array_equal(path, ids[: len(path)]))

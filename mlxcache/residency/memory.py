@@ -75,11 +75,7 @@ class Bound:
 
 
 def _bound(settings: Settings, weights: int, shared: Shared | None, others: int | None) -> Bound:
-    """Return the limit of the budget of a model whose weights take `weights` bytes.
-
-    `shared`: the budget of several models; None for a single one. `others`: the smallest of the
-    other ranks' budgets in bytes, for a divided model; else None.
-    """
+    """Return the limit of the budget of a model whose weights take `weights` bytes."""
     if shared is None:
         limit = whole = read_ram_limit(settings, weights)
         if others is not None and others < limit:
@@ -192,10 +188,7 @@ def read_ram_limit(settings: Settings, weights: int) -> int:
 
 
 def wire(settings: Settings, needed: int) -> None:
-    """Wire memory as the setting `wire` says, and log what is left to the system.
-
-    `needed`: bytes of weights and budget together. MLX thread only.
-    """
+    """Wire memory as the setting `wire` says, and log what is left to the system."""
     machine, setting = machine_bytes(), settings.wire
     wanted = wired_size(setting, machine_bytes=machine, needed_bytes=needed)
     wired = device.wire(wanted)
@@ -233,22 +226,14 @@ def open_shared_memory(
 
 
 def fewest_reserved(limit: int) -> int:
-    """Return the least bytes that are set aside for a model with a budget of `limit` bytes.
-
-    They are for forward passes and for writes to disk, and do not depend on the model.
-    """
+    """Return the least bytes that are set aside for a model with a budget of `limit` bytes."""
     return transient_bytes(limit) + min(limit // 16, MOST_PENDING) if limit > 0 else 0
 
 
 def _divide(
     limit: int, loaded: Loaded, layout: Layout, measured: cost.Cost, settings: Settings
 ) -> dict[str, int]:
-    """Return the bytes to set aside from a budget of `limit` bytes, by purpose.
-
-    The keys are `pool` for free buffers that MLX keeps, `transient` for forward passes, and
-    `pending` for copies waiting to be written to disk. `measured`: the costs of passes of the
-    model.
-    """
+    """Return the bytes to set aside from a budget of `limit` bytes, by purpose."""
     context = loaded.info.context_length
     return {
         "pool": pool_bytes(limit),
@@ -260,10 +245,7 @@ def _divide(
 def _least_budget(
     loaded: Loaded, layout: Layout, measured: cost.Cost, settings: Settings, *, pooled: bool
 ) -> int:
-    """Return the smallest budget with memory for a context of 512 tokens, in bytes.
-
-    `pooled`: MLX's pool of freed buffers is part of the budget.
-    """
+    """Return the smallest budget with memory for a context of 512 tokens, in bytes."""
     tokens = min(loaded.info.context_length, MIN_CONTEXT)
 
     def is_enough(megabytes: int) -> bool:
@@ -282,10 +264,7 @@ def _least_budget(
 def has_room(
     tokens: int, layout: Layout, measured: cost.Cost, *, free: int, transient: int
 ) -> bool:
-    """Return whether a prompt's KV fits into `free` bytes, and its passes into `transient` bytes.
-
-    `tokens`: tokens of the prompt.
-    """
+    """Return whether a prompt's KV fits into `free` bytes, its passes into `transient`."""
     states = layout.running_bytes + layout.checkpoint_bytes
     needed = (tokens + 64) * layout.bytes_per_token + states
     return needed <= free and measured.transient(cost.FEWEST, tokens) <= transient
@@ -294,11 +273,7 @@ def has_room(
 def _transient(
     limit: int, layout: Layout, measured: cost.Cost, context: int, concurrency: int
 ) -> int:
-    """Return the bytes to set aside for forward passes.
-
-    `limit`: bytes of the budget. `context`: tokens of the model's context. `concurrency`: requests
-    decoded at once.
-    """
+    """Return the bytes to set aside for forward passes."""
     rows = concurrency + 1 if concurrency > 1 else concurrency
     longest = min(context, limit // max(1, layout.bytes_per_token))
     least = max(

@@ -93,10 +93,7 @@ class Residency:
         self.residents = [one for one in self.residents if one.scheduler is not scheduler]
 
     def admits(self, scheduler: Scheduler) -> bool:
-        """Return whether waiting requests of `scheduler` may start now.
-
-        They may if the weights of its model are in memory, and the model is not being drained.
-        """
+        """Return whether waiting requests of `scheduler` may start now."""
         return all(one.admitting for one in self.residents if one.scheduler is scheduler)
 
     @property
@@ -121,10 +118,7 @@ class Residency:
         self._stepped = True
 
     def wait_s(self) -> float | None:
-        """Return the seconds after which `step` must be called even if nothing happens before.
-
-        The time `idle_s` or `stay_s` of a model is over then. Returns None if neither will be.
-        """
+        """Return the seconds after which `step` must be called even if nothing happens before."""
         now = self._clock()
         waits = [
             max(0.0, one.used_at + (one.idle_s or 0.0) - now)
@@ -175,15 +169,7 @@ class Residency:
             self.note_step()
 
     def _choose(self, now: float) -> Resident | None:
-        """Serve the model that has waited longest; return it if its weights are to be read now.
-
-        The model may be unloaded and wait for memory for its weights, or be loaded and wait for
-        memory for a prompt. If busy models hold that memory, those that have had it for `stay_s`
-        seconds start no new requests until the waiting model has it. Returns None if the memory is
-        not free yet, if a loaded model waits, or for a newcomer. Once there is memory for a
-        newcomer, its future `room` is done, and `read_first` is called later. `now`: seconds of a
-        monotonic clock.
-        """
+        """Serve the model that has waited longest; return it if its weights are to be read now."""
         first = self._find_first()
         if first is not self._first:
             self._end_turn(now)
@@ -216,11 +202,7 @@ class Residency:
         return first
 
     def _find_first(self) -> Resident | Newcomer | None:
-        """Return the model that has waited longest for its weights or for memory of other models.
-
-        Left out are loaded models whose prompt would not fit even if others gave up memory, or did
-        not fit after they did. Returns None if no model remains.
-        """
+        """Return the model that has waited longest for its weights or for memory."""
         waiting: list[Resident | Newcomer] = [
             *(one for one in self._waiting if one.wanted or self._could_start(one)),
             *self._newcomers,
@@ -228,22 +210,14 @@ class Residency:
         return min(waiting, key=lambda one: one.wanted_at or 0.0, default=None)
 
     def _could_start(self, one: Resident) -> bool:
-        """Return whether the waiting prompt of `one` would fit if other models gave up memory.
-
-        Models that are never unloaded do not give up any. False also if no prompt of `one` waits,
-        or if all other models gave up memory already and the prompt did not fit.
-        """
+        """Return whether the waiting prompt of `one` would fit if other models gave up memory."""
         wait = one.kv.waits.current
         if wait is None or wait is self._hopeless or self.memory is None:
             return False
         return self.memory.fits_alone(one.kv.ram, wait.size)
 
     def _end_turn(self, now: float) -> None:
-        """Let all models start requests again: the one they gave up memory for waits no more.
-
-        If it got the memory for a prompt, it may keep it for `stay_s` seconds from `now` on, in
-        seconds of a monotonic clock.
-        """
+        """Let all models start requests again: the one they gave up memory for waits no more."""
         for one in self.residents:
             one.drain(on=False)
         first = self._first
@@ -269,12 +243,7 @@ class Residency:
         return max(one.held_at, first.wanted_at or 0.0) + one.stay_s
 
     def _let_start(self, one: Resident, now: float) -> None:
-        """Have other models give up memory for a prompt of `one` that waits for it.
-
-        Models that have had their memory for `stay_s` seconds start no more requests. The prompt is
-        tried again each time that one of them has no request in progress any more, and so may be
-        unloaded. `now`: seconds of a monotonic clock.
-        """
+        """Have other models give up memory for a prompt of `one` that waits for it."""
         self._gives = True
         others = [other for other in self.residents if other is not one]
         for other in others:
@@ -292,11 +261,7 @@ class Residency:
             self._stepped = True
 
     def _claim(self, wanted: Resident | Newcomer | None) -> None:
-        """Let `wanted`, and no other waiting model, hold arrays of base models in memory.
-
-        With None, none of the waiting models may. Without this hold, unloading one adapter to load
-        another would drop their common base, which would have to be read again.
-        """
+        """Let `wanted`, and no other waiting model, hold arrays of base models in memory."""
         former, bases = self._claimer, self.account.bases
         if wanted is former and self._claimed_version == bases.version:
             return
@@ -307,13 +272,7 @@ class Residency:
         self._claimer, self._claimed_version = wanted, bases.version
 
     def _make_room(self, wanted: Resident | Newcomer, memory: SharedRam, now: float) -> bool:
-        """Free memory for the weights that `wanted` lacks; return whether there is enough now.
-
-        Evicts idle KV and unloads idle models. If that does not suffice, busy models that have had
-        their memory for `stay_s` seconds start no more requests. If `wanted` can never fit, ends
-        the waiting for it with an error. `memory`: the RAM that all models share. `now`: seconds of
-        a monotonic clock.
-        """
+        """Free memory for the weights that `wanted` lacks; return whether there is enough now."""
         others = [one for one in self.residents if one is not wanted]
         if not self._can_fit(wanted, [one for one in self._kept() if one in others], memory):
             return False
@@ -332,10 +291,7 @@ class Residency:
     def _can_fit(
         self, wanted: Resident | Newcomer, keep: list[Resident], memory: SharedRam
     ) -> bool:
-        """Return whether `wanted` fits into the budget of `memory` beside the models `keep`.
-
-        If it does not fit, ends the waiting for `wanted` with an error (BadRequest).
-        """
+        """Return whether `wanted` fits into the budget of `memory` beside the models `keep`."""
         if wanted.size + sum(one.size for one in keep) <= memory.limit:
             return True
         kept = _size_of(keep)
@@ -359,28 +315,18 @@ class Residency:
         return False
 
     def _could_free(self, others: list[Resident], memory: SharedRam) -> int:
-        """Return the bytes that would be free without all idle KV and the idle models in `others`.
-
-        Evicts and unloads nothing.
-        """
+        """Return the bytes free without all idle KV and the idle models in `others`."""
         idle = sum(one.kv.ram.idle_bytes for one in self.residents)
         models = self._freed_by([one for one in self._unloadable() if one in others])
         return memory.free + idle + models
 
     def _freed_by(self, residents: list[Resident], *, now: bool = False) -> int:
-        """Return the bytes that unloading all of `residents` would free, without their KV.
-
-        With `now`, bytes that are free only after writes to disk do not count.
-        """
+        """Return the bytes that unloading all of `residents` would free, without their KV."""
         reserved = sum(one.reserved_now if now else one.reserved for one in residents)
         return reserved + self.account.freed_by({one.use for one in residents})
 
     def _read_first(self, one: Newcomer) -> None:
-        """Read one more part of the weights of a newcomer.
-
-        After the last part or an error, the future `one.read` is done. On an error, the code that
-        waits for that future releases what was read. Raises device errors.
-        """
+        """Read one more part of the weights of a newcomer."""
         try:
             over = one.left or one.read_on()
         except Exception as error:
@@ -453,10 +399,7 @@ class Residency:
         return [one for one in self.residents if one.idle and not one.keep]
 
     def ceiling(self, tier: RamTier) -> int:
-        """Return the most bytes that a model's budget can have beside models never unloaded.
-
-        `tier`: the RAM tier of the model. Models with `keep = "always"` are never unloaded.
-        """
+        """Return the most bytes that a model's budget can have beside models never unloaded."""
         assert self.memory is not None
         for one in self.residents:
             if one.kv.ram is tier:
@@ -465,25 +408,17 @@ class Residency:
         return tier.budget.limit
 
     def size_beside_kept(self, weights: Weights) -> int:
-        """Return the bytes that `weights` and all models that are never unloaded take together.
-
-        KV does not count. `weights`: those of a model that is being loaded. Arrays that several
-        models use count once.
-        """
+        """Return the bytes that `weights` and all models that are never unloaded take together."""
         kept = self._kept()
         besides = sum(one.reserved for one in kept)
         own = (weights.use, weights.nbytes)
         return besides + union_bytes([own, *((one.use, one.nbytes) for one in kept)])
 
     def _kept(self) -> list[Resident]:
-        """Return the models in memory that are never unloaded (setting `keep = "always"`)."""
         return [one for one in self.residents if one.keep and one.state != "unloaded"]
 
     def unload(self, scheduler: Scheduler) -> bool:
-        """Unload the model of `scheduler` if it is idle; return whether it is unloaded now.
-
-        A load that `ask` has requested and that has not begun is cancelled.
-        """
+        """Unload the model of `scheduler` if it is idle; return whether it is unloaded now."""
         for one in self.residents:
             if one.scheduler is scheduler:
                 one.ask(load=False)
@@ -511,11 +446,9 @@ class Residency:
 
 
 def _size_of(models: Sequence[Resident | Newcomer]) -> int:
-    """Return the bytes that several models take while all are loaded, without KV."""
     besides = sum(one.size - one.nbytes for one in models)
     return besides + union_bytes([(one.use, one.nbytes) for one in models])
 
 
 def _counts_down(one: Resident) -> bool:
-    """Return whether a model is idle, and has a time `idle_s` after which it is unloaded then."""
     return one.idle and one.idle_s is not None and not one.keep

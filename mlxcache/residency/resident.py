@@ -189,11 +189,7 @@ class Resident:
 
     @property
     def settling(self) -> bool:
-        """True if the model is unloaded, and part of its memory waits for writes of KV to disk.
-
-        That memory is what is set aside for writing and, if the model was unloaded because it was
-        idle, its KV.
-        """
+        """True if the model is unloaded, and part of its memory waits for writes of KV to disk."""
         idle = self.cause == "idle" and self.kv.tree.tokens > 0
         return self.state == "unloaded" and (bool(self._held) or idle)
 
@@ -214,10 +210,7 @@ class Resident:
 
     @property
     def reserved_now(self) -> int:
-        """Bytes of `reserved` that become free at once when the model is unloaded.
-
-        The others are needed until copies of KV are written to disk.
-        """
+        """Bytes of `reserved` that become free at once when the model is unloaded."""
         waiting = self._reserved.get(PENDING, 0) if self.kv.writing else 0
         return self.reserved - waiting
 
@@ -283,10 +276,7 @@ class Resident:
         self.use.claim()
 
     def begin(self, now: float) -> None:
-        """Prepare to read the weights again, with `read_on`; charge `reserved` to the budget.
-
-        The bytes of the weights are charged already. `now`: seconds of a monotonic clock.
-        """
+        """Prepare to read the weights again, with `read_on`; charge `reserved` to the budget."""
         for kind in self._reserved.keys() - self._held:
             self.kv.budget.charge(kind, self._reserved[kind])
         self._held = set(self._reserved)
@@ -313,10 +303,7 @@ class Resident:
         self.held_at = self.used_at = now
 
     def note_given(self, now: float) -> None:
-        """Record that a prompt of this model got memory that other models gave up.
-
-        From `now` on, in seconds of a monotonic clock, the model keeps it for `stay_s` seconds.
-        """
+        """Record that a prompt of this model got memory that other models gave up."""
         self.held_at, self.alone = now, True
 
     def drain(self, *, on: bool) -> None:

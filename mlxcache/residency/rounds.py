@@ -150,10 +150,7 @@ class Rounds:
         return [one for one in self._used if one.has_work(admitting=admits(one))]
 
     def _next(self, working: list[Scheduler]) -> Scheduler:
-        """Return the scheduler that has used the least time of those with work.
-
-        A scheduler that had no work for a while does not catch up on the others.
-        """
+        """Return the scheduler that has used the least time of those with work."""
         turn = min(working, key=self._used.__getitem__)
         least = self._used[turn]
         for scheduler in self._used.keys() - set(working):
@@ -169,5 +166,4 @@ class Rounds:
 
 
 def _ends_thread(error: BaseException) -> bool:
-    """Return whether an error in one action concerns all work of the MLX thread; see `Wall`."""
     return isinstance(error, GroupLost | Inconsistent) or device.is_device_error(error)

@@ -57,11 +57,7 @@ class WeightsAccount:
 
 
 def union_bytes(weights: list[tuple[BaseUse, int]]) -> int:
-    """Return the bytes of the weights of several models that are loaded at once.
-
-    `weights`: for each model, its use of base arrays and the bytes of all its weights. Arrays that
-    several models use count once.
-    """
+    """Return the bytes of the weights of several models that are loaded at once."""
     parts = {part: n for use, _ in weights for part, n in use.needed.items()}
     own = sum(max(0, nbytes - sum(use.needed.values())) for use, nbytes in weights)
     return own + sum(parts.values())
