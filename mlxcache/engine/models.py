@@ -15,8 +15,8 @@ from mlxcache.config.models import ModelEntry, find_model, match_model
 from mlxcache.engine.arrivals import Arrivals
 from mlxcache.engine.engine import Engine
 from mlxcache.engine.metrics import Records, add_up
+from mlxcache.engine.model_files import describe_unloaded, weigh_files
 from mlxcache.engine.opening import watch_pressure
-from mlxcache.engine.unloaded import describe_unloaded, weigh_files
 from mlxcache.errors import BadRequest, DeadlineExceeded, ModelError, NotFound, NotReady
 from mlxcache.ranks.group import Place
 from mlxcache.residency.memory import open_shared_memory

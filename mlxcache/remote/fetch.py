@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from mlxcache.errors import RemoteUnavailable, StoreError
 from mlxcache.remote import grid
-from mlxcache.remote.counts import Counts
+from mlxcache.remote.figures import Counts
 from mlxcache.remote.names import KnownNames
 from mlxcache.remote.objects import Objects
 from mlxcache.remote.pace import Allowance, Pace

@@ -12,8 +12,8 @@ from typing import Any
 from mlxcache.config.remote import RemoteUrl
 from mlxcache.errors import RemoteUnavailable
 from mlxcache.remote.failure import Failure, too_slow
-from mlxcache.remote.form import Form
 from mlxcache.remote.objects import MARKER
+from mlxcache.remote.sealing import Form
 from mlxcache.remote.storage import Storage, Stored
 
 PAGE_S = 30.0

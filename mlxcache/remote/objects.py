@@ -18,10 +18,9 @@ from typing import Any, TypeVar
 from mlxcache.config import Settings
 from mlxcache.config.remote import RemoteUrl, read_remote_key, read_remote_url
 from mlxcache.errors import ConfigError, Corrupt, RemoteUnavailable
-from mlxcache.remote.breaker import FAILURES, Breaker
-from mlxcache.remote.failure import Failure, WrongKey, too_slow
+from mlxcache.remote.failure import FAILURES, Breaker, Failure, WrongKey, too_slow
 from mlxcache.remote.figures import Figures
-from mlxcache.remote.form import Form, Plain
+from mlxcache.remote.sealing import Form, Plain
 from mlxcache.remote.storage import Storage
 
 log = logging.getLogger("mlxcache.remote")

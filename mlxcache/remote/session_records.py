@@ -18,7 +18,7 @@ import msgspec
 from mlxcache.errors import RemoteUnavailable
 from mlxcache.lru import LRU
 from mlxcache.remote import grid
-from mlxcache.remote.counts import Counts
+from mlxcache.remote.figures import Counts
 from mlxcache.remote.objects import Objects
 from mlxcache.remote.upload import Uploader
 from mlxcache.store.reply_rows import KEY_BYTES

@@ -10,8 +10,8 @@ from threading import BoundedSemaphore
 from typing import Any
 
 from mlxcache.errors import StoreError
-from mlxcache.remote.counts import Counts
 from mlxcache.remote.fetch import PARALLEL, Fetcher, PrefillSeconds, Shape
+from mlxcache.remote.figures import Counts
 from mlxcache.remote.names import KnownNames
 from mlxcache.remote.objects import Objects
 from mlxcache.remote.replies import SharedReplies

@@ -16,8 +16,8 @@ import numpy as np
 
 from mlxcache.errors import RemoteUnavailable, StoreError
 from mlxcache.remote import grid
-from mlxcache.remote.counts import Counts
 from mlxcache.remote.fetch import Shape
+from mlxcache.remote.figures import Counts
 from mlxcache.remote.names import KnownNames
 from mlxcache.remote.objects import Objects
 from mlxcache.remote.run_objects import pack_checkpoint, pack_run

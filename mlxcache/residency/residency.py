@@ -17,8 +17,8 @@ from mlxcache.config.memory import trim_heap
 from mlxcache.errors import BadRequest, MlxcacheError, ModelError, NotReady
 from mlxcache.model import device
 from mlxcache.model.weights import Weights
+from mlxcache.residency.memory import WeightsAccount, union_bytes
 from mlxcache.residency.resident import Cause, Newcomer, Resident
-from mlxcache.residency.weights_account import WeightsAccount, union_bytes
 from mlxcache.scheduling.scheduler import Scheduler
 
 log = logging.getLogger("mlxcache.engine")
