@@ -20,7 +20,7 @@ from mlxcache.model import device, kv, rows, serialise
 from mlxcache.model.kv import Caches, Layout, State
 from mlxcache.model.lineage import Lineage, Span
 from mlxcache.ranks import operations as op
-from mlxcache.ranks.snapshot_parts import SnapshotParts
+from mlxcache.ranks.group_snapshots import SnapshotParts
 from mlxcache.store.found import Found, Saved
 from mlxcache.store.parts import Mode, PartName
 from mlxcache.store.store import Store
