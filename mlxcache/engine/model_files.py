@@ -15,8 +15,9 @@ from mlxcache.model.examine import examine
 from mlxcache.model.fingerprint import fingerprint
 from mlxcache.model.hub import here, inspect_folder, weights_bytes
 from mlxcache.model.kv import Layout
-from mlxcache.model.load import ModelSpec
 from mlxcache.sessions.journal import Served
+
+log = logging.getLogger("mlxcache.engine")
 
 
 def fetch_model(
@@ -34,8 +35,14 @@ def fetch_model(
     def downloading(name: str, done: int, total: int) -> None:
         on_progress(f"downloading {name}", done / total if total else None)
 
-    spec = load.ModelSpec(
-        settings.model,
+    spec = _spec_of(settings, settings.model)
+    load.fetch(spec, downloading)
+    return spec
+
+
+def _spec_of(settings: Settings, model: str) -> load.ModelSpec:
+    return load.ModelSpec(
+        model,
         adapter=settings.adapter,
         draft=settings.draft_model,
         trust_remote_code=settings.trust_remote_code,
@@ -43,8 +50,6 @@ def fetch_model(
         id=settings.entries[0].name,
         images=settings.feeds_images,
     )
-    load.fetch(spec, downloading)
-    return spec
 
 
 def demo_spec(settings: Settings) -> load.ModelSpec:
@@ -97,9 +102,6 @@ def namespace_of(
     )
 
 
-log = logging.getLogger("mlxcache.engine")
-
-
 def weigh_files(label: str, model: str) -> int | None:
     """Return the bytes of a model's weight files; None if they are damaged or not on this machine.
 
@@ -127,15 +129,7 @@ async def describe_unloaded(settings: Settings, thread: MlxThread) -> Served | N
     if entry.model is None:
         spec = await thread.ask(lambda: demo_spec(settings))
     else:
-        spec = ModelSpec(
-            entry.model,
-            adapter=settings.adapter,
-            draft=settings.draft_model,
-            trust_remote_code=settings.trust_remote_code,
-            context=settings.context,
-            id=entry.name,
-            images=settings.feeds_images,
-        )
+        spec = _spec_of(settings, entry.model)
     path = await asyncio.to_thread(here, spec.model)
     draft = await asyncio.to_thread(here, spec.draft) if spec.draft is not None else None
     if path is None or (draft is None and spec.draft is not None):
