@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
@@ -163,9 +166,16 @@ class MlxThread:
         return self._thread.is_alive()
 
     def join(self, seconds: float) -> None:
-        """Wait at most `seconds` until the thread has ended."""
+        """Wait at most `seconds` until the thread has ended, with what MLX keeps for it.
+
+        Python before 3.13 returns from its own join before C++ destructors of the thread have run.
+        MLX's take the interpreter's lock, and a process that is exiting by then would abort.
+        """
+        end = time.monotonic() + seconds
         if self._thread.is_alive():
             self._thread.join(seconds)
+        while _has_native(self._thread) and time.monotonic() < end:
+            time.sleep(0.001)
 
     # -- on the thread -----------------------------------------------------------------------------
 
@@ -207,6 +217,19 @@ class MlxThread:
     def has_posted(self) -> bool:
         """True if an action is waiting to be run."""
         return not self._inbox.empty()
+
+
+def _has_native(thread: threading.Thread) -> bool:
+    """Return True while the operating system runs a started `thread`."""
+    if sys.platform == "linux":
+        return thread.native_id is not None and Path(f"/proc/self/task/{thread.native_id}").exists()
+    if thread.ident is None:
+        return False
+    try:  # macOS looks the thread up first; glibc would follow a dangling pointer
+        signal.pthread_kill(thread.ident, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def _nothing() -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from mlxcache.embed import Model, Models
 from mlxcache.errors import BadRequest, ConfigError, NotFound
+from mlxcache.mlx_thread import MlxThread
 from mlxcache.store.lock import InUse, exclusive_lock
 from mlxcache.types import Finished
 from tests.conftest import ToyMaker
@@ -128,3 +129,15 @@ async def test_several_models_share_a_process(toy: ToyMaker, tmp_path: Path) -> 
         await models.load("big")
         with pytest.raises(NotFound, match="large, small"):
             await models.load("tiny")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc has the threads of the system")
+def test_no_thread_of_mlx_outlives_its_join() -> None:
+    """A program that ends while destructors of MLX wait for the interpreter's lock aborts."""
+    for _ in range(30):
+        thread = MlxThread()
+        thread.start()
+        native = thread.call(threading.get_native_id).result()
+        thread.end()
+        thread.join(10)
+        assert not Path(f"/proc/self/task/{native}").exists()

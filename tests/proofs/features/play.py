@@ -375,7 +375,8 @@ class Play:
                     assert name == "paint" or wishes["call"] != "named"
             ended = said.finish in ("stop", "end_turn") and not said.stop
             ended = ended or (said.finish == "completed" and "stop" not in wishes)
-            if "format" in wishes and ended and not said.calls and "bias" not in wishes:
+            called = self.conversation.tools and said.text.lstrip().startswith("<tool_call>")
+            if "format" in wishes and ended and not (said.calls or called or "bias" in wishes):
                 form = FORMATS[wishes["format"]]
                 if "schema" in form:
                     jsonschema.validate(json.loads(said.text), form["schema"])
