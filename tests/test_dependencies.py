@@ -71,3 +71,4 @@ def test_what_an_extra_cannot_express_is_a_command_in_the_docs() -> None:
     page = (ROOT / "docs" / "install.md").read_text()
     assert f"--no-deps mlx-vlm=={VLM_VERSION}" in page
     assert INSTALL.endswith(f"--no-deps mlx-vlm=={VLM_VERSION}")
+    assert f"\nmlx-vlm=={VLM_VERSION}\n" in (ROOT / "constraints.txt").read_text()

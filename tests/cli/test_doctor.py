@@ -28,7 +28,6 @@ from mlxcache.model.examine import examine
 from mlxcache.model.load import ModelSpec
 from tests.served import served
 from tests.toys.adapter import make_adapter
-from tests.toys.configs import NO_VLM
 
 GB = 10**9
 MAC = Host(
@@ -539,7 +538,6 @@ def test_why_images_are_not_fed_is_told(toy: Any) -> None:
     assert dict(options(found))["--kv-bits"] == "possible"
 
 
-@pytest.mark.skipif(NO_VLM is not None, reason=str(NO_VLM))
 def test_a_model_that_mlx_vlm_feeds_images_is_told(toy: Any) -> None:
     """With another setting it is a text model of mlx-lm."""
     path = str(toy("qwen3_vl", images=True))

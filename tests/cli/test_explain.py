@@ -19,7 +19,6 @@ from mlxcache.config import Settings
 from mlxcache.prompt.builder import PromptBuilder
 from mlxcache.wire.chat_bodies import request_to_chat
 from tests.prompt import kinds, templates
-from tests.toys.configs import NO_VLM
 
 command = importlib.import_module("mlxcache.cli.explain")
 """The module: the attribute of the package may be the function of the same name."""
@@ -562,7 +561,6 @@ def test_the_library_and_whether_the_model_takes_images_are_told(
     assert "mlx-vlm" not in output
 
 
-@pytest.mark.skipif(NO_VLM is not None, reason=str(NO_VLM))
 @pytest.mark.parametrize(("family", "sees"), [("qwen3_vl", True), ("minimax_m3", False)])
 def test_a_model_of_mlx_vlm_is_named(files, toy, family, sees):
     made = toy(family, images=True) if sees else toy(family)

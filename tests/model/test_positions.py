@@ -10,7 +10,6 @@ import pytest
 
 from mlxcache.model.vision import positions_of, shift_of
 from mlxcache.types import Image, ImageSpan
-from tests.toys.configs import NO_VLM
 
 SHOWN = Image(b"", bytes(32))
 BEGIN, END, IMAGE, VIDEO = 1000, 1001, 1002, 1003
@@ -72,7 +71,6 @@ def test_any_range_is_a_part_of_the_whole(name: str) -> None:
     assert (whole[len(ids)] == len(ids) + shift_of(spans)).all()
 
 
-@pytest.mark.skipif(NO_VLM is not None, reason=str(NO_VLM))
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen4_exp"])
 @pytest.mark.parametrize("name", ARRANGEMENTS)
 def test_the_model_says_the_same(name: str, family: str) -> None:

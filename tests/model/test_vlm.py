@@ -31,10 +31,8 @@ from mlxcache.model.mlx_lm_format import check_portable
 from tests.conftest import ToyMaker
 from tests.model.seeing import poison
 from tests.model.test_every_model import saved
-from tests.toys.configs import NO_VLM, SEEING, VLM, toy_options
+from tests.toys.configs import SEEING, VLM, toy_options
 from tests.toys.toy import FUSED
-
-pytestmark = pytest.mark.skipif(NO_VLM is not None, reason=str(NO_VLM))
 
 CHUNKS = (70, 1, 1, 33, 1, 1, 8, 1, 40)
 """A prompt longer than the window of 32 tokens, in chunks shorter and longer than that."""

@@ -23,11 +23,8 @@ from mlxcache.scheduling.images import Images, measure
 from mlxcache.types import ImageSpan, Tokens, join_ids, token_ids
 from tests.conftest import ToyMaker
 from tests.model.seeing import Whole, poison
-from tests.toys.configs import NO_VLM
 from tests.toys.images import screenshot
 from tests.toys.vlm import SEEING
-
-pytestmark = pytest.mark.skipif(NO_VLM is not None, reason=str(NO_VLM))
 
 PAGE = Path(__file__).parents[2] / "docs" / "model-families.md"
 TOLERANCE = 1e-4

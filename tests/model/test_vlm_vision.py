@@ -23,10 +23,7 @@ from mlxcache.model.vision import Vision, encode
 from mlxcache.model.weights import Weights
 from mlxcache.types import Image
 from tests.conftest import ToyMaker
-from tests.toys.configs import NO_VLM
 from tests.toys.images import SIDE, screenshot
-
-pytestmark = pytest.mark.skipif(NO_VLM is not None, reason=str(NO_VLM))
 
 FEWEST, MOST = 4, 1024
 """Tokens of an image, by the toy's settings."""

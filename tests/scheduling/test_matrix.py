@@ -21,7 +21,7 @@ from tests.scheduling.matrix import (
     settled,
     shared,
 )
-from tests.toys.configs import COMPRESSED, FAMILIES, NO_VLM, SEEING, UNBATCHED, VLM, toy_options
+from tests.toys.configs import COMPRESSED, FAMILIES, SEEING, UNBATCHED, VLM, toy_options
 from tests.toys.toy import FUSED
 
 NAMES = (*FAMILIES, *VLM, *SEEING)
@@ -41,19 +41,12 @@ def cells(
         pytest.param(
             (name, mode),
             id=name if mode == "none" else f"{name}-{mode}",
-            marks=_marks(name, slow=(name, mode) not in also),
+            marks=() if (name, mode) in also else pytest.mark.slow,
         )
         for name in NAMES
         for mode in get_args(Switches)
     ]
     return pytest.mark.parametrize("made", params, indirect=True, scope="module")
-
-
-def _marks(name: str, *, slow: bool) -> list[pytest.MarkDecorator]:
-    marks = [pytest.mark.slow] if slow else []
-    if name not in FAMILIES and NO_VLM is not None:
-        marks.append(pytest.mark.skip(reason=NO_VLM))
-    return marks
 
 
 often = cells(

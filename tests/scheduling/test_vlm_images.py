@@ -28,11 +28,9 @@ from tests.model.seeing import Whole
 from tests.scheduling.drafts import make_draft
 from tests.scheduling.guesses import Foretold, use_cheap_drafts
 from tests.scheduling.test_images import TOKENS, Client, Message, Reply, assistant, user
-from tests.toys.configs import NO_VLM, UNBATCHED
+from tests.toys.configs import UNBATCHED
 from tests.toys.images import screenshot
 from tests.toys.vlm import SEEING
-
-pytestmark = pytest.mark.skipif(NO_VLM is not None, reason=str(NO_VLM))
 
 QUICK = ("qwen3_vl", "qwen3_5")
 CHUNK = 16

@@ -26,7 +26,6 @@ from tests.conftest import ToyMaker
 from tests.muse.toy import picture
 from tests.scripted import scripted
 from tests.server.api import Api, until, words
-from tests.toys.configs import NO_VLM
 
 SPARE = 64
 """Most tokens that a turn may feed beyond its new ones."""
@@ -214,7 +213,7 @@ class OpenAISdk:
 Client = ClaudeCode | OpenAISdk
 
 
-@pytest.fixture(params=["muse", *([] if NO_VLM else VLM)])
+@pytest.fixture(params=["muse", *VLM])
 def model(request: pytest.FixtureRequest, toy: ToyMaker, tmp_path: Path) -> Path:
     """A toy whose template writes calls as the model does.
 

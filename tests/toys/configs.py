@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from mlxcache.model.backend import VLM_VERSION, vlm_version
 from tests.toys import recurrent, sliceable, vlm, windows
 from tests.toys.shape import Config, Shape
 
@@ -95,6 +94,3 @@ UNBATCHED = {
     "qwen4_exp+images",
 }
 """Families whose requests are decoded in turn. mlx-vlm's batches of the last four are wrong."""
-
-NO_VLM = None if vlm_version() == VLM_VERSION else f"mlx-vlm {VLM_VERSION} is not installed"
-"""Why tests of the families in `VLM` are skipped, or None."""
