@@ -33,6 +33,7 @@ from mlxcache.errors import (
     Unsupported,
 )
 from mlxcache.model import load
+from mlxcache.model.guidance.grammar import is_constrained
 from mlxcache.model.guidance.guide import Guide
 from mlxcache.model.lark import STACK_BYTES
 from mlxcache.model.sampling import resolve, validate
@@ -354,7 +355,7 @@ class Engine:
         try:
             runtime.check(job.prompt)
             validate(job.sampling, runtime.layout.vocab_size)
-            guide = await self._compile(job, runtime) if runtime.guides.needed(job) else None
+            guide = await self._compile(job, runtime) if is_constrained(job) else None
             shared = self._requests.running(job)
             if shared is None:
                 scheduler = runtime.scheduler

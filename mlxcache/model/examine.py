@@ -31,7 +31,7 @@ from mlxcache.model.adapters import (
     class_name,
 )
 from mlxcache.model.backend import Backend, choose_backend, may_see, takes_images
-from mlxcache.model.context import context_length, native_length
+from mlxcache.model.folder import context_length, native_length
 from mlxcache.model.hub import here, outline
 from mlxcache.model.kv import Layout
 from mlxcache.model.load import ModelSpec, load, why_unseen

@@ -17,10 +17,7 @@ from llguidance import LLMatcher
 LONGEST_GRAMMAR = 1 << 20
 
 MOST_DIVISORS = 100_000
-"""Most of all values of `multipleOf` in a grammar together.
-
-Compiling one of 100,000 takes a second and 15 MB, one of a million half a minute.
-"""
+"""Most of all values of `multipleOf` together: 100,000 compile in 1 s and 15 MB, 1M in 30 s."""
 
 _DIVISOR = re.compile(r'\\*"multipleOf\\*"\s*:\s*([-+.\deE]+)')
 _COMBINED = re.compile(r'\\*"(?:allOf|anyOf|oneOf|\$ref)\\*"')
@@ -36,8 +33,7 @@ stack ends the process. Measured: at most 352 bytes a character, for a chain of 
 class Lark:
     """A grammar under construction, in which equal rules are defined once.
 
-    `tokenizer` is mlx-lm's TokenizerWrapper. Markers that are one token of its added vocabulary
-    are written as that token, and cannot occur in text.
+    Markers that are one token of the added vocabulary are written as it, and cannot be in text.
     """
 
     def __init__(self, tokenizer: Any):
@@ -49,11 +45,11 @@ class Lark:
         self._names: dict[str, str] = {}
 
     def rule(self, body: str) -> str:
-        """Add a rule, a sequence of terminals and tokens, unless there is one; return its name."""
+        """Add a rule, a sequence of terminals and tokens; return its name."""
         return self._name("r", body)
 
     def terminal(self, body: str) -> str:
-        """Add a terminal, one regular expression, unless there is one; return its name."""
+        """Add a terminal, one regular expression; return its name."""
         return self._name("T", body)
 
     def lazy(self, body: str) -> str:
@@ -77,7 +73,6 @@ class Lark:
         self._rules[name] = body
 
     def json(self, schema: str) -> str:
-        """Add a rule for JSON that satisfies a schema, the text of one; return its name."""
         return self.rule(f"%json {schema}")
 
     def marker(self, text: str) -> str:
@@ -99,7 +94,6 @@ class Lark:
 
 
 def literal(text: str) -> str:
-    """Return an expression, a Lark string, for exactly this text."""
     # Lark's strings are those of JSON, and DEL has to be escaped in them
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
@@ -109,7 +103,6 @@ def one_of(options: Iterable[str]) -> str:
 
 
 def repeated(item: str, between: str) -> str:
-    """Return an expression for one or more of `item`; both arguments are expressions."""
     return f"{item} ({between} {item})*"
 
 
@@ -125,7 +118,6 @@ def _escaped(found: re.Match[str]) -> str:
 
 
 def any_text(without: Sequence[str] = ()) -> str:
-    """Return the body of a terminal for text that contains none of the texts `without`."""
     if not without:
         return "/(?s:.*)/"
     inner = "|".join(escaped(one) for one in without)
@@ -138,7 +130,7 @@ def escaped(text: str) -> str:
 
 
 def too_large(grammar: str) -> str | None:
-    """Return the reason why compiling a grammar would take too long, or None if it would not."""
+    """Return why compiling a grammar would take too long, or None."""
     if len(grammar) > LONGEST_GRAMMAR:
         return f"it has {len(grammar)} characters, at most {LONGEST_GRAMMAR} are possible"
     divisors = [_numerator(number) for number in _DIVISOR.findall(grammar)]

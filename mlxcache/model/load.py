@@ -29,8 +29,7 @@ from mlxcache.model.backend import (
     may_see,
     takes_images,
 )
-from mlxcache.model.context import context_length, native_length
-from mlxcache.model.folder import check_files, checked_config
+from mlxcache.model.folder import check_files, checked_config, context_length, native_length
 from mlxcache.model.hub import Progress, fetch_config, here, resolve, why
 from mlxcache.model.markers import is_harmony, thinks
 from mlxcache.model.pair import check_tokenizers, make_pair

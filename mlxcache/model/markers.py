@@ -26,14 +26,13 @@ from mlxcache.model.tool_syntax.families import (
     HARMONY,
     reader_of,
 )
-from mlxcache.model.tool_syntax.syntax import NO_SYNTAX, Syntax
+from mlxcache.model.tool_syntax.reading import NO_SYNTAX, Syntax
 
 NORMAL, REASONING, TOOL = "normal", "reasoning", "tool"
 """Parser states that carry text, named as in mlx-lm. Text in any other is a message header."""
 
 HEADER = "header"
-ROUTED = "routed"
-"""Target of a transition whose next state is decided by the message header read so far."""
+ROUTED = "routed"  # the message header read so far decides the next state
 
 MESSAGE = "<|message|>"
 _HARMONY_TOKENS = ("<|start|>", "<|channel|>", MESSAGE, "<|end|>")
@@ -48,8 +47,9 @@ class Grammar:
     The states are NORMAL (visible text), REASONING, TOOL (a tool block) and HEADER (of a message).
     `edges`: for each state, the markers that end it, each with the state that follows it. `tokens`:
     the ids of those markers that are a single token of the vocabulary. `initial`: the state in
-    which every reply begins, or None if that depends on the prompt. `syntax`: the reader of tool
-    calls in the text of a tool block. `opening`: the marker that begins a tool block, or "".
+    which every reply begins, or None if that depends on the prompt. `opening`: the marker that
+    begins a tool block, or "". `open_ended`: a tool block has no closing marker and lasts to the
+    end of the reply. `whole`: `syntax` reads a tool block together with its opening text.
     """
 
     edges: Mapping[str, Mapping[str, str]]
@@ -58,10 +58,8 @@ class Grammar:
     syntax: Syntax = NO_SYNTAX
     opening: str = ""
     open_ended: bool = False
-    """True if a tool block has no closing marker and lasts to the end of the reply."""
     harmony: bool = False
     whole: bool = False
-    """True if `syntax` reads a tool block together with its opening text."""
 
 
 PLAIN = Grammar(edges={NORMAL: {}, TOOL: {}})
@@ -71,9 +69,7 @@ def grammar(tokenizer: Any, *, tools: bool, generic: bool) -> Grammar:
     """Return the markers of the model family of `tokenizer`, mlx-lm's TokenizerWrapper.
 
     The edges are those of gpt-oss's format, or of another family's in
-    `mlx_lm.generate.make_text_state_machine`. With `tools` False, no tool calls are recognised.
-    With `generic`, tool blocks are written as `<tool_call>{json}</tool_call>` instead of the
-    family's own form.
+    `mlx_lm.generate.make_text_state_machine`. `generic`: see `families.reader_of`.
     """
     if is_harmony(tokenizer):
         return _harmony(tokenizer, tools, generic)
@@ -167,10 +163,7 @@ def _single_tokens(tokenizer: Any, edges: Mapping[str, Mapping[str, str]]) -> di
 
 
 def harmony_route(header: str) -> str:
-    """Return the state of the parser for the text after a message header of gpt-oss.
-
-    `header`: the text before `<|message|>`, with its control tokens written out.
-    """
+    """Return the parser's state after a header of gpt-oss: the text before `<|message|>`."""
     if _RECIPIENT.search(header):
         return TOOL
     return REASONING if "<|channel|>analysis" in header else NORMAL

@@ -17,7 +17,7 @@ from mlxcache.model.markers import (
     may_be_header,
 )
 from mlxcache.model.tool_block import CallReader, ToolBlock
-from mlxcache.model.tool_syntax.syntax import NO_SYNTAX, Closing
+from mlxcache.model.tool_syntax.reading import NO_SYNTAX, Closing
 from mlxcache.types import FinishReason, Piece, Text, Thinking, ToolCall
 
 log = logging.getLogger(__name__)
@@ -29,16 +29,14 @@ _REREAD = -2  # token id that stands for text which is parsed again
 class OutputParser:
     """Parser of one reply: turns tokens into pieces, and decides when the reply ends.
 
-    A piece is a `Text`, a `Thinking` or a `ToolCall` of `mlxcache.types`.
-
-    `tokenizer`: mlx-lm's TokenizerWrapper. Without `tools`, tool calls are returned as text.
-    `parallel_tools` False: the first call ends the reply. `stop`: strings in visible text that end
-    the reply. `thinking_open`: the prompt ends inside a think block. `continued`: the prompt ends
-    inside the visible text of a message. `generic_tools`: calls are written as
-    `<tool_call>{json}</tool_call>` instead of the model family's own syntax. `plain`: all output is
-    text. `prime`: the last tokens of the prompt, if the reply continues the prompt's text: without
-    them, a detokenizer removes the space before the reply's first word. `id`: that of the request,
-    for the log.
+    Without `tools`, tool calls are returned as text. `parallel_tools` False: the first call ends
+    the reply. `stop`: strings in visible text that end the reply. `thinking_open`: the prompt ends
+    inside a think block. `continued`: the prompt ends inside the visible text of a message.
+    `generic_tools`: calls are written as `<tool_call>{json}</tool_call>` instead of the model
+    family's own syntax. `plain`: all output is text. `prime`: the last tokens of the prompt, if the
+    reply continues the prompt's text: without them, a detokenizer removes the space before the
+    reply's first word. `id`: that of the request, for the log. `done`: why the reply has ended, or
+    None.
 
     A marker (a string that opens or closes thinking or a tool call) is recognised in one token or
     in many, with two exceptions for text about markers: if the vocabulary has the marker as one
@@ -85,10 +83,8 @@ class OutputParser:
         self._token = -1
         self._out: list[Piece] = []
         self.done: FinishReason | None = None
-        """Reason why the reply has ended, or None. Once it is set, `feed` ignores tokens."""
         self.stop_sequence: str | None = None
-        self.reasoning_tokens = 0
-        """Number of tokens fed while a think block was open, its closing marker included."""
+        self.reasoning_tokens = 0  # fed while a think block was open, its closing marker included
 
     @property
     def in_text(self) -> bool:
@@ -103,10 +99,9 @@ class OutputParser:
         return self._state == REASONING
 
     def feed(self, token: int) -> list[Piece]:
-        """Parse the next token, and return the pieces that it completes, in order.
+        """Parse the next token; return the pieces that it completes, none once `done` is set.
 
-        The list is often empty, and always once `done` is set. For a token that ends the turn, the
-        result is that of `finish("stop")`.
+        For a token that ends the turn, the result is that of `finish("stop")`.
         """
         if self.done is not None:
             return []
@@ -175,7 +170,6 @@ class OutputParser:
                 text = self._reread() + text
 
     def _is_prose(self, marker: str) -> bool:
-        """Return whether `marker` is only mentioned in the text, and so changes no state."""
         if self._token == _REREAD or self._is_token(marker):
             return False
         target = self._grammar.edges[self._state][marker]
@@ -207,7 +201,6 @@ class OutputParser:
                 self._state = NORMAL
 
     def _reread(self) -> str:
-        """Return text that is to be parsed again: after a tool block, or no message header."""
         text, self._framing = self._framing, ""
         return text
 
@@ -249,7 +242,6 @@ class OutputParser:
             self._visible.after_thinking()
 
     def _close_block(self, marker: str, target: str) -> None:
-        """End the tool block at `marker`, or continue it if the marker may be in an argument."""
         block = self._block
         if block is None:
             self._state = target
@@ -267,10 +259,6 @@ class OutputParser:
             self._return_block(block, target)
 
     def _end_in_block(self, block: ToolBlock, reason: FinishReason, *, again: bool) -> None:
-        """Add the calls of the last tool block to the reply, or emit it as text.
-
-        With `again`, it is emitted only up to its first closing marker.
-        """
         complete = reason == "stop" or self._grammar.open_ended
         if found := block.finished(NORMAL, complete=complete):
             end, calls = found
@@ -297,7 +285,6 @@ class OutputParser:
             self.done = "tool_calls"
 
     def _read_again(self, block: ToolBlock, after: int | None) -> str:
-        """Leave a tool block's text from `after` on to be parsed again; return the rest of it."""
         text, rest = block.split(after)
         if rest:
             self._framing, self._token = rest, _REREAD
@@ -348,10 +335,7 @@ class OutputParser:
 
 
 def reader(tokenizer: Any) -> Callable[..., list[Piece]]:
-    """Make a function `read(ids, **options)` that returns the pieces of a whole reply.
-
-    The options are those of OutputParser. The function may be called on any thread.
-    """
+    """Make a function `read(ids, **options of OutputParser)` for whole replies, for any thread."""
 
     def read(ids: Sequence[int], **how: Any) -> list[Piece]:
         parser = OutputParser(tokenizer, **how)
@@ -362,11 +346,10 @@ def reader(tokenizer: Any) -> Callable[..., list[Piece]]:
 
 
 class Finder:
-    """Search for the first of several strings, `patterns`, in text that arrives in parts.
+    """Search for the first of several strings in text that arrives in parts.
 
     The string that is completed first is found; if one character completes several, the longest is.
-    So the result does not depend on how the text is divided. Only text that may begin one of the
-    strings is held back.
+    So the result does not depend on how the text is divided.
     """
 
     def __init__(self, patterns: Iterable[str]):
@@ -395,7 +378,6 @@ class Finder:
         return text[:cut], None, ""
 
     def _cut(self, text: str) -> int:
-        """Return the start of the longest suffix of `text` that may begin one of the strings."""
         for at in range(max(0, len(text) - self._reach), len(text)):
             if text[at] in self._starts and any(p.startswith(text[at:]) for p in self.patterns):
                 return at
@@ -420,8 +402,7 @@ class Visible:
         self._held = ""
         self._after_thinking = False
         self._said = begun
-        self.begun = begun
-        """True once there is text other than white space, emitted or held back."""
+        self.begun = begun  # there is text other than white space, emitted or held back
         self.stop: str | None = None
 
     def add(self, text: str) -> str:
@@ -444,7 +425,6 @@ class Visible:
         return self._out(text)
 
     def before_thinking(self) -> str:
-        """Return the text that was held back; "" if there was only white space so far."""
         text = self.flush()
         return text if self._said else ""
 
@@ -487,6 +467,5 @@ class Thought:
         return text
 
     def flush(self) -> str:
-        """Return the newline held back, or "". For a block that ends without its closing marker."""
         text, self._held = self._held if self._begun else "", ""
         return text

@@ -17,12 +17,10 @@ from typing import Any
 
 from mlxcache.model.markers import NORMAL, REASONING, Grammar
 from mlxcache.model.tool_syntax.arguments import Tools, dumps, loads
-from mlxcache.model.tool_syntax.syntax import Closing, Scanner, Syntax
+from mlxcache.model.tool_syntax.reading import Closing, Syntax
 from mlxcache.types import ToolCall
 
-LOOK_ON = 8_000
-"""Characters after a complete call, about 2,000 tokens, that are searched for another end."""
-
+LOOK_ON = 8_000  # characters after a complete call that are searched for another end
 _MOST_TRIED = 8  # ends of a block at which it is read, so that a long block takes linear time
 _SHOWN = 64  # characters that tell if a marker follows
 
@@ -40,18 +38,17 @@ _MALFORMED = (
 
 
 class CallReader:
-    """Reader of the tool blocks of one reply. It gives each call an index and an id."""
+    """Reader of the tool blocks of one reply. It gives each call an index and an id.
+
+    `problem`: why the last tool block that was read is no call.
+    """
 
     def __init__(self, syntax: Syntax, tools: Sequence[Mapping[str, Any]]):
-        self._syntax = syntax
+        self.syntax = syntax
         self._tools = Tools(tools)
         self._ids: set[str] = set()
         self.calls = 0
         self.problem = ""
-        """Reason why the last tool block that was read is no call."""
-
-    def scanner(self) -> Scanner:
-        return self._syntax.scanner()
 
     def read(self, text: str) -> list[ToolCall]:
         """Read the calls in one tool block; return an empty list if any part is malformed.
@@ -62,14 +59,13 @@ class CallReader:
         self.problem = "it holds no call"
         ids = set(self._ids)
         try:
-            found = self._syntax.read(text, self._tools)
+            found = self.syntax.read(text, self._tools)
             return [_call(raw, self.calls + i, ids) for i, raw in enumerate(found)]
         except _MALFORMED as error:
             self.problem = f"{type(error).__name__}: {str(error)[:200]}"
             return []
 
     def take(self, calls: Sequence[ToolCall]) -> None:
-        """Count calls that become part of the reply, so that later ones get new indices and ids."""
         self.calls += len(calls)
         self._ids.update(call.id for call in calls)
 
@@ -121,14 +117,14 @@ class ToolBlock:
     """A tool block that began while the parser was in the state `source`.
 
     `opening`: the marker that opened the block, as the model wrote it, with the message header
-    before it if the format has one.
+    before it if the format has one. `first`: the length of the text up to the end of the first
+    closing marker, also inside a value.
     """
 
     def __init__(self, reader: CallReader, grammar: Grammar, opening: str, source: str):
         self.opening, self.source = opening, source
         self.first: int | None = None
-        """Length of the text up to the end of the first closing marker, also inside a value."""
-        self._reader, self._scanner = reader, reader.scanner()
+        self._reader, self._scanner = reader, reader.syntax.scanner()
         self._head = opening if grammar.whole else ""
         self._marker = grammar.opening
         thinking = [m for m, to in grammar.edges[NORMAL].items() if to == REASONING]
@@ -162,10 +158,7 @@ class ToolBlock:
         return self._scanner.closing()
 
     def close(self, marker: str, target: str, verdict: Closing) -> None:
-        """Append a closing marker, as a possible end unless its role `verdict` is INSIDE.
-
-        `target`: the parser's state after the marker.
-        """
+        """Append a closing marker, as a possible end unless its role `verdict` is INSIDE."""
         clean = self._count_markers()
         body = self._size
         self.add(marker)
@@ -176,10 +169,7 @@ class ToolBlock:
             self._next, self._beyond, self._judged = "", 0, False
 
     def _count_markers(self) -> bool:
-        """Pair the closing marker that comes next with an unclosed opening marker inside the block.
-
-        Returns True if there is none, so that it closes the block itself.
-        """
+        """Pair the next closing marker with an opening one inside; return True if there is none."""
         self._depth += "".join(self._run).count(self._marker) if self._marker else 0
         if not self._depth:
             return True
@@ -190,16 +180,14 @@ class ToolBlock:
         return any(self._next.startswith(marker) for marker in self._confirming)
 
     def goes_on(self) -> bool:
-        """Return whether text that may continue an argument follows the last possible end."""
         begun = any(marker.startswith(self._next) for marker in ("", *self._confirming))
         return not begun and not self._is_confirmed()
 
     def confirmed(self) -> Ended | None:
         """Return the end of the tool block once later text confirms it, with the calls before it.
 
-        A marker of another call or of thinking confirms the last possible end, if nothing but white
-        space is between them. If more than `LOOK_ON` characters of other text follow the last
-        possible end, the best one counts; if none can be read, all ends so far are discarded.
+        A marker of another call or of thinking does, after white space. After `LOOK_ON` characters
+        of other text the best end counts; if none can be read, all ends so far are discarded.
         """
         if not self._ends or self._judged:
             return None
@@ -260,6 +248,5 @@ class ToolBlock:
         return self._reader.read(self._head + self.text)
 
     def split(self, after: int | None) -> tuple[str, str]:
-        """Return the opening and the text before position `after` (None: all), and the rest."""
         after = self._size if after is None else after
         return self.opening + self.text[:after], self.text[after:]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mlxcache.errors import ModelError
-from mlxcache.model.context import UNSTATED, context_length, native_length
+from mlxcache.model.folder import UNSTATED, context_length, native_length
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 

@@ -13,7 +13,7 @@ import pytest
 from mlxcache.model.output import OutputParser
 from mlxcache.model.tool_syntax import families
 from mlxcache.model.tool_syntax.arguments import Tool, Tools
-from mlxcache.model.tool_syntax.syntax import Call, Malformed
+from mlxcache.model.tool_syntax.reading import Call, Malformed
 from mlxcache.types import FinishReason, Piece, Text, ToolCall
 from tests.model.tool_families import FAMILIES, Pieced, qwen3_coder
 

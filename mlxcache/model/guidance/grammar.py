@@ -25,10 +25,7 @@ _TEXT = "/(?s:.+)/"
 
 
 class Guides:
-    """Factory of the guides of one model's replies. Its methods may be called on any thread.
-
-    `tokenizer`: mlx-lm's TokenizerWrapper. `vocab_size`: the width of the logits.
-    """
+    """Factory of the guides of one model's replies. Its methods may be called on any thread."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, label: str = "unnamed"):
         self._tokenizer = tokenizer
@@ -42,9 +39,6 @@ class Guides:
         Raises Unsupported if the model's tokenizer cannot be used.
         """
         self._think_format()
-
-    def needed(self, job: Job) -> bool:
-        return is_constrained(job)
 
     def make(self, job: Job) -> Guide | None:
         """Return a guide at the beginning of the reply to `job`, or None if the reply is free.
@@ -139,7 +133,6 @@ def _param(form: OutputFormat) -> str:
 
 
 def _lark(form: OutputFormat) -> str:
-    """Return the user's grammar in Lark syntax, converting it from llama.cpp's GBNF if needed."""
     try:
         text = any_to_lark(form.value)
     except RecursionError as error:
@@ -164,7 +157,6 @@ def _is_strict(tool: Mapping[str, Any]) -> bool:
 
 
 def _calls(lark: Lark, tokenizer: Any, job: Job, frame: _Frame, *, free: bool) -> str:
-    """Return an expression for tool calls; if `free`, for any reply whose calls are valid."""
     tools, generic, several = _callable(job), job.prompt.generic_tools, job.parallel_tools
     if isinstance(frame, _Harmony) and not generic:
         return frame.calls(tools, several=several, free=free)
@@ -215,10 +207,12 @@ class _Frame:
 
 @dataclass(frozen=True, slots=True)
 class _Harmony(_Frame):
-    """gpt-oss's messages, whose headers name a channel and, before a call, the tool."""
+    """gpt-oss's messages, whose headers name a channel and, before a call, the tool.
+
+    `call_ends`: the token after a call ends the reply, so that only one call can be made.
+    """
 
     call_ends: bool
-    """The token after a call ends the reply, so that only one call can be made."""
 
     def text(self, body: str, kind: str = "") -> str:
         header = self.lark.marker("<|channel|>final")
@@ -227,18 +221,14 @@ class _Harmony(_Frame):
         return f"{header} {self.lark.marker(MESSAGE)} {body}"
 
     def calls(self, tools: Sequence[Signature], *, several: bool, free: bool) -> str:
-        """Return an expression for messages that call `tools`; if `free`, also for any others."""
         if not free:
             return self._sequence(tools, several=several)
         spoken = one_of(
             f"{self.lark.marker(f'<|channel|>{channel}{MESSAGE}')} {_TEXT}"
             for channel in ("analysis", "final", "commentary")
         )
-        before = self.lark.rule(f"{spoken} {self._next('<|end|>')}")
+        before = self.lark.rule(f"{spoken} {self.lark.marker('<|end|><|start|>assistant')}")
         return f"{before}* {one_of((spoken, self._sequence(tools, several=several)))}"
-
-    def _next(self, end: str) -> str:
-        return self.lark.marker(f"{end}<|start|>assistant")
 
     def _sequence(self, tools: Sequence[Signature], *, several: bool) -> str:
         call = self.lark.rule(one_of(map(self._call, tools)))
@@ -247,7 +237,7 @@ class _Harmony(_Frame):
         end = self.lark.marker("<|call|>")
         if not several:
             return f"{call} {end}"
-        return f"{call} ({self._next('<|call|>')} {call})* {end}"
+        return f"{call} ({self.lark.marker('<|call|><|start|>assistant')} {call})* {end}"
 
     def _call(self, tool: Signature) -> str:
         header = f"<|channel|>commentary to=functions.{tool.name} "

@@ -51,10 +51,9 @@ class Guide(Protocol):
 
 
 class GrammarGuide:
-    """Guide that follows a compiled grammar, from the field `param` of the request.
+    """Guide by a compiled grammar, from the field `param` of the request.
 
-    All tokens that end a turn are allowed where the grammar may end, and only those where it must
-    end. `accept` and `mask` raise BadRequest if they take more work than llguidance's limits allow.
+    `accept` and `mask` raise BadRequest if they take more work than llguidance's limits allow.
     """
 
     def __init__(self, matcher: LLMatcher, vocab_size: int, param: str):
@@ -82,13 +81,11 @@ class GrammarGuide:
 
 
 class Grammars:
-    """Compiler of one model's grammars.
+    """Compiler of one model's grammars. Methods may be called on any thread; they block.
 
-    `tokenizer`: mlx-lm's TokenizerWrapper. `vocab_size`: the width of the logits, which may exceed
-    the number of tokens. Control tokens are not text: no string or regular expression of a grammar
-    allows them. They are the special tokens, those that end a turn, and the markers of thinking and
-    tool calls that are one token of the vocabulary; a Lark grammar names one by `<[id]>`. Methods
-    may be called on any thread; they block.
+    `vocab_size`: the width of the logits, which may exceed the number of tokens. Control tokens
+    (special ones, those that end a turn, markers) are not text: no string or regular expression of
+    a grammar allows them; a Lark grammar names one by `<[id]>`.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, label: str = "unnamed"):
@@ -101,8 +98,7 @@ class Grammars:
     def guide(self, grammar: str, param: str = "") -> GrammarGuide:
         """Compile a Lark grammar, or one in llguidance's JSON form, and return its guide.
 
-        `param`: the field of the request that it comes from. Raises BadRequest if it is wrong or
-        too large, and Unsupported if the model's tokenizer cannot be used.
+        Raises BadRequest if it is wrong or too large, Unsupported if the tokenizer cannot be used.
         """
         if (large := too_large(grammar)) is not None:
             raise _too_complex(large, param)
@@ -149,8 +145,8 @@ def _control_ids(tokenizer: Any) -> set[int]:
 def _as_grammars_need(tokenizer_json: str, ids: Iterable[int]) -> str:
     """Mark the added tokens with these ids as special, and return the changed tokenizer.json.
 
-    The result neither pads nor truncates. It loses the Unicode normaliser, with which llguidance
-    would require other tokens than those of the text that a grammar requires.
+    It loses padding, truncation, and the Unicode normaliser, with which llguidance would require
+    other tokens than those of the text that a grammar requires.
     """
     # the megabytes of vocabulary and merges stay text: parsing them would hold the interpreter
     content: dict[str, Any] = {**decode(dict[str, msgspec.Raw], tokenizer_json)}

@@ -25,24 +25,20 @@ from mlxcache.model.guidance.guide import Bitmask, Guide
 log = logging.getLogger(__name__)
 
 _HARMONY = ("<|channel|>analysis<|message|>", "<|end|>", "<|start|>assistant")
-"""Opening of a think block of gpt-oss, its closing marker, and the text before the next message."""
-
-BLANKS = ("\n", "\n\n")
-"""White space between thinking and the answer; a reply may have one of these."""
+_BLANKS = ("\n", "\n\n")  # a reply may have one of these between thinking and the answer
 
 
 @dataclass(frozen=True, slots=True)
 class ThinkFormat:
     """Form in which a model family writes its thinking, in token ids.
 
-    `opening`: ids that open a think block; empty if only the prompt opens one. `closing`: ids of
-    the marker that ends the block, and `marker` its text. `after`: ids that come between the block
-    and the text after it, the header of the next message. With such headers further blocks may
-    follow, and the marker does not count when other tokens spell it. `free`: mask of the tokens
-    that a think block may consist of, those of the closing marker included. `blanks`: tokens of
+    `opening`: opens a think block; empty if only the prompt opens one. `closing`: the marker that
+    ends the block, and `marker` its text. `after`: the header of the next message. With such
+    headers further blocks may follow, and the marker does not count when other tokens spell it.
+    `free`: mask of the tokens of a think block, those of the closing marker included. `blanks`:
     white space, one of which may come between the block and the answer. `beyond`: maps the missing
-    rest of a partly spelled marker to the tokens that would complete the marker together with the
-    beginning of the answer.
+    rest of a partly spelled marker to the tokens that would complete it together with the beginning
+    of the answer.
     """
 
     opening: tuple[int, ...]
@@ -55,9 +51,9 @@ class ThinkFormat:
     vocabulary: LLTokenizer
 
     def is_closed_by(self, prompt: Sequence[int]) -> bool:
-        """Return whether a prompt ends with a closed think block, so that the reply has none.
+        """Return whether a prompt ends with a closed think block and at most two blank tokens.
 
-        The block may be followed by up to two tokens of white space. Always False with headers.
+        Always False with headers.
         """
         end = list(prompt[-len(self.closing) - 2 :])
         while end and end[-1] in self.blanks:
@@ -79,24 +75,25 @@ def read_format(tokenizer: Any, vocabulary: LLTokenizer) -> ThinkFormat | None:
     pieces = [vocabulary.decode_bytes([token]) for token in range(vocabulary.vocab_size)]
     texts = [i for i in range(len(pieces)) if not vocabulary.is_special_token(i)]
     raw = marker.encode()
-    rests = {} if after else {raw[k:]: _beyond(raw[k:], texts, pieces) for k in range(len(raw))}
+
+    def beyond(rest: bytes) -> tuple[int, ...]:
+        found = (i for i in texts if pieces[i].startswith(rest))
+        return tuple(i for i in found if pieces[i][len(rest) :].strip(b"\n"))
+
     return ThinkFormat(
         opening=encode(opening),
         closing=closing,
         marker=raw,
         after=encode(after),
         free=bitmask([*texts, *closing], vocabulary.vocab_size),
-        blanks=frozenset(i for i in texts if pieces[i].decode(errors="replace") in BLANKS),
-        beyond=rests,
+        blanks=frozenset(i for i in texts if pieces[i].decode(errors="replace") in _BLANKS),
+        beyond={} if after else {raw[k:]: beyond(raw[k:]) for k in range(len(raw))},
         vocabulary=vocabulary,
     )
 
 
 def _words(tokenizer: Any) -> tuple[str, str, str] | None:
-    """Return the opening and the closing of a think block, and the next message's header or "".
-
-    None if the model family does not think.
-    """
+    """Return the opening and the closing of a think block, and the next message's header or ""."""
     if markers.is_harmony(tokenizer):
         return _HARMONY
     headers = tokenizer.response_transitions.get(tokenizer.response_initial_state, ())
@@ -109,15 +106,7 @@ def _words(tokenizer: Any) -> tuple[str, str, str] | None:
     return None
 
 
-def _beyond(rest: bytes, tokens: Iterable[int], pieces: list[bytes]) -> tuple[int, ...]:
-    """Return tokens that complete a marker's `rest` together with the beginning of the answer."""
-    return tuple(
-        i for i in tokens if pieces[i].startswith(rest) and pieces[i][len(rest) :].strip(b"\n")
-    )
-
-
 def bitmask(tokens: Iterable[int], vocab_size: int) -> Bitmask:
-    """Return a mask with one bit per token of the vocabulary, which allows only `tokens`."""
     bits = np.zeros((vocab_size + 31) // 32 * 32, np.uint8)
     bits[list(tokens)] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)
@@ -138,8 +127,8 @@ block. `between`: the ids `ThinkFormat.after` that follow the block. `answer`: t
 class AfterThinking:
     """Guide for the answer only: thinking before it is free, but must end with its marker.
 
-    `guide`: the guide of the answer, at its beginning. `thinking`: the prompt ends inside a think
-    block. Before the answer the model cannot end its reply, and no tool can be called.
+    `guide`: that of the answer. `thinking`: the prompt ends inside a think block. Before the answer
+    the model cannot end its reply, and no tool can be called.
     """
 
     def __init__(self, form: ThinkFormat, guide: Guide, *, thinking: bool, may_think: bool):
@@ -246,24 +235,19 @@ class AfterThinking:
 # the budget
 
 Steering = Callable[[Guide | None, Sequence[int]], Guide | None]
-"""Function that changes a reply's guide.
+"""Takes a reply's guide and the tokens drawn since the change was requested; returns the new guide.
 
-It takes the guide so far and the tokens drawn since the change was requested, and returns the new
-guide. Both guides have accepted these tokens.
+Both guides have accepted these tokens.
 """
 
-QWEN_WORDS = (
+# Qwen3 was trained on these words: https://arxiv.org/abs/2505.09388, 4.3
+_QWEN_WORDS = (
     "\n\nConsidering the limited time by the user, I have to give the solution based on the "
     "thinking directly now."
 )
-"""Closing words on which Qwen3 was trained. Source: https://arxiv.org/abs/2505.09388, 4.3."""
 
-LEAST_FOR_WORDS = 128
-"""Smallest budget in tokens with closing words; thinking with a smaller one ends without them."""
-
-MOST_WAITING = 6
-"""Maximum number of tokens that are allowed to complete a partly written character or marker."""
-
+LEAST_FOR_WORDS = 128  # smallest budget in tokens with closing words
+MOST_WAITING = 6  # tokens that are allowed to complete a partly written character or marker
 _RECENT = 32  # tokens of thinking that are searched for a partly written marker
 
 
@@ -289,10 +273,7 @@ class ThinkEnd:
 def read_closing(
     tokenizer: Any, architecture: str, vocab_size: int, label: str = "unnamed"
 ) -> ThinkEnd | None:
-    """Return the token ids that end thinking, or None if mlx-lm describes no thinking.
-
-    `architecture`: the model_type of config.json. `vocab_size`: the width of the logits.
-    """
+    """Return the token ids that end thinking, or None if mlx-lm describes no thinking."""
 
     def encode(text: str) -> tuple[int, ...]:
         return tuple(tokenizer.encode(text, add_special_tokens=False))
@@ -311,7 +292,7 @@ def read_closing(
         return ThinkEnd(vocab_size, plain, plain, len(encode(following)))
     before, behind = _blanks(tokenizer, label)
     plain = encode(before + marker)
-    spoken = encode(QWEN_WORDS + before + marker) if architecture.startswith("qwen3") else plain
+    spoken = encode(_QWEN_WORDS + before + marker) if architecture.startswith("qwen3") else plain
     follow = encode(behind) if behind else ()
     return ThinkEnd(vocab_size, spoken + follow, plain + follow, len(follow))
 
@@ -390,7 +371,7 @@ class ThinkingBudget:
         return self._start(guide, ())
 
     def end(self) -> Steering | None:
-        """Request the end of the open think block, and of any later one, unless it is already."""
+        """Request the end of the open think block, and of any later one."""
         if self._limit == 0 or self._since >= 0:
             return None
         self._limit = self._since = 0
@@ -440,10 +421,10 @@ class ThinkingBudget:
 class CloseThinking:
     """Guide that ends a think block with the tokens `ids`, then follows only `inner`.
 
-    `inner`: the guide that the reply had before, which also restricts `ids`; None allows
-    everything. `within`: how many of `ids` belong to the block. `options`: tokens, one of which
-    follows `ids`; may be empty. `leaves`: markers by which the model may end the block itself
-    before. `tail`: the newest tokens of the block so far. `decode`: returns the text of tokens.
+    `inner`: the guide that the reply had before, which also restricts `ids`. `within`: how many of
+    `ids` belong to the block. `options`: tokens, one of which follows `ids`; may be empty.
+    `leaves`: markers by which the model may end the block itself before. `tail`: the newest tokens
+    of the block so far. `done`: the block is closed, and what must follow it is written.
     """
 
     ids: tuple[int, ...]
@@ -455,7 +436,6 @@ class CloseThinking:
     tail: tuple[int, ...]
     vocab_size: int
     done: bool = False
-    """True once the think block is closed and the tokens that must follow it are written."""
     _at: int = 0
 
     def __post_init__(self) -> None:

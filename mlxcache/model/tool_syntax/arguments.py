@@ -35,7 +35,6 @@ class Number:
 
     @property
     def integral(self) -> bool:
-        """True if the text has only digits after its sign, and so is certainly an integer."""
         return self.text.lstrip("-").isdigit()
 
 
@@ -50,8 +49,7 @@ def loads(text: str) -> Any:
 
 def raw_decode(text: str, at: int) -> tuple[Any, int]:
     """Parse the JSON value that begins at `at`, as `loads` does; return it and its end."""
-    value, end = _DECODER.raw_decode(text, at)
-    return value, end
+    return _DECODER.raw_decode(text, at)
 
 
 def dumps(value: Any) -> str:
@@ -132,10 +130,9 @@ _SIMPLE = dict(zip("nrtabfv\\'\"\n", "\n\r\t\a\b\f\v\\'\"", strict=False)) | {"\
 
 
 class LiteralReader:
-    """Reader of Python or JSON literals in a text, from left to right.
+    """Reader of Python or JSON literals, from left to right; raises ValueError for other text.
 
-    Unescaped line ends in strings are accepted, and numbers are those of JSON. Methods skip white
-    space, and raise ValueError if the text is not what they read.
+    Line ends in strings need no escape, and numbers are those of JSON. White space is skipped.
     """
 
     def __init__(self, text: str):
@@ -180,7 +177,6 @@ class LiteralReader:
         return _WORDS[found[0]] if found[0] in _WORDS else loads(found[0])
 
     def _until(self, closer: str) -> Iterator[None]:
-        """Yield before each item of a container, whose caller reads the item."""
         self.at += 1
         begun = False
         while not self.has(closer):
@@ -217,7 +213,7 @@ class LiteralReader:
 def skip(text: str, at: int) -> int:
     """Return the position of the first character from `at` on that is not white space."""
     found = _BLANK.match(text, at)
-    return at if found is None else found.end()
+    return found.end() if found else at
 
 
 def _unescape(found: re.Match[str]) -> str:
@@ -248,8 +244,6 @@ _SYNONYMS = {
 
 
 class Tool:
-    """Parameters of one tool. `function` is the tool's definition as chat templates take it."""
-
     def __init__(self, function: Mapping[str, Any]):
         parameters = function.get("parameters")
         self._root: Mapping[str, Any] = parameters if isinstance(parameters, Mapping) else {}
@@ -260,7 +254,6 @@ class Tool:
         self._open = bool(extra) or isinstance(extra, Mapping) or not self._properties
 
     def has(self, name: str) -> bool:
-        """Return whether the schema has a parameter `name`, allows any name, or has none."""
         return self._open or name in self._properties
 
     def parse(self, name: str, raw: str, hint: str = "") -> tuple[Any, bool]:
@@ -297,7 +290,7 @@ class Tool:
 
 
 class Tools:
-    """The tools of a request by name, each with the parameters of its JSON Schema."""
+    """The tools of a request by name; one with an unknown name accepts any arguments."""
 
     def __init__(self, tools: Iterable[Mapping[str, Any]] = ()):
         # some of mlx-lm's parsers need the key `parameters`
@@ -305,7 +298,6 @@ class Tools:
             {**tool, "function": {"parameters": {}, **(tool.get("function") or {})}}
             for tool in tools
         ]
-        """The tools as they were given, each with the key `parameters`."""
         functions = [tool["function"] for tool in self.definitions]
         self._tools = {str(function.get("name")): Tool(function) for function in functions}
         self._unknown = Tool({})
@@ -314,7 +306,6 @@ class Tools:
         return name in self._tools
 
     def __getitem__(self, name: str) -> Tool:
-        """Return the tool with this name, or one that accepts any arguments if there is none."""
         return self._tools.get(name, self._unknown)
 
 
@@ -326,7 +317,6 @@ class _Walk:
         self._left = _MOST_NODES
 
     def _ends(self, schema: Any, depth: int) -> bool:
-        """Count a visited node; return True if nothing below it may be visited."""
         self._left -= 1
         return not isinstance(schema, Mapping) or depth > _DEEPEST or self._left < 0
 
@@ -347,7 +337,6 @@ class _Walk:
         return kinds or ANY
 
     def fits(self, value: Any, schema: Any, depth: int = 0) -> bool:
-        """Return whether a value fits a schema, by the keywords that this module supports."""
         if self._ends(schema, depth):
             return schema is not False
         schema = _resolve(schema, self._root)

@@ -16,7 +16,7 @@ from typing import Any
 
 from mlxcache.errors import Unsupported
 from mlxcache.model.tool_syntax import gemma, json_calls, tags
-from mlxcache.model.tool_syntax.syntax import NO_SYNTAX, ForeignSyntax, Syntax
+from mlxcache.model.tool_syntax.reading import NO_SYNTAX, ForeignSyntax, Syntax
 from mlxcache.model.tool_syntax.writing import ANY_NAME, PARAM, CallGrammar
 
 GENERIC_START, GENERIC_END = "<tool_call>", "</tool_call>"
@@ -28,15 +28,16 @@ _ATTRIBUTES = r"[^<>]{0,200}"
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How a model family writes tool calls. Without a `grammar`, calls cannot be forced."""
+    """How a model family writes tool calls. Without a `grammar`, calls cannot be forced.
+
+    `grammar`: that of its calls, or a function that returns that of a tokenizer.
+    """
 
     reader: Syntax
     grammar: CallGrammar | Callable[[Any], CallGrammar] | None = None
-    """Grammar of its calls, or a function that returns that of a tokenizer."""
 
 
 def _arg_tags(prefix: str, *, forced: bool = True) -> Family:
-    """Return the row of a family with the tags of GLM, such as `<arg_key>`."""
     key, value, block = f"{prefix}arg_key", f"{prefix}arg_value", f"{prefix}tool_call"
     reader = tags.NamedCalls(
         call=r"(?P<call>[^\s<>{}\[\]()\"']{1,256})",
@@ -65,7 +66,6 @@ HARMONY: Syntax = json_calls.HeadedCalls(
 
 
 def _mistral(tokenizer: Any) -> CallGrammar:
-    """Return the grammar of `NAME[ARGS]{...}` if the model knows `[ARGS]`, else of a JSON list."""
     if "[ARGS]" in tokenizer.get_added_vocab() or "[ARGS]" in str(tokenizer.chat_template):
         names = re.compile(r"[\w-]+")
         return CallGrammar("[TOOL_CALLS]", "", json_calls.mistral_call, apart="", names=names)
@@ -227,8 +227,7 @@ FAMILIES: dict[str, Family] = {
 def reader_of(tokenizer: Any, *, generic: bool) -> Syntax:
     """Return the reader of a model's tool calls, NO_SYNTAX if mlx-lm has no parser of them.
 
-    `tokenizer`: mlx-lm's TokenizerWrapper. `generic`: True if the tools are described in the system
-    text, because the chat template cannot write tools.
+    `generic`: the tools are described in the system text, because the template cannot write them.
     """
     if generic:
         return GENERIC.reader
@@ -249,14 +248,12 @@ def grammar_of(tokenizer: Any, *, generic: bool) -> CallGrammar:
         found = row.grammar
         return found if isinstance(found, CallGrammar) else found(tokenizer)
     if parse is None:
-        why = "tool calls cannot be forced: the syntax of this model's calls is not known; request "
-        raise Unsupported(
-            why + "neither a forced call, a strict tool, nor a format with tools", param=PARAM
-        )
-    family = parse.__module__.rpartition(".")[2]
+        why = ": the syntax of this model's calls is not known"
+    else:
+        why = f" for the family {parse.__module__.rpartition('.')[2]!r}"
     raise Unsupported(
-        f"tool calls cannot be forced for the family {family!r}; request neither a forced "
-        "call, a strict tool, nor a format with tools",
+        f"tool calls cannot be forced{why}; request neither a forced call, a strict tool, nor a "
+        "format with tools",
         param=PARAM,
     )
 

@@ -21,8 +21,7 @@ from mlxcache.model.tool_syntax.arguments import (
     loads,
     skip,
 )
-from mlxcache.model.tool_syntax.readings import Cut, Tag, UnescapedCalls, Whole
-from mlxcache.model.tool_syntax.syntax import Malformed
+from mlxcache.model.tool_syntax.reading import Cut, Malformed, Tag, UnescapedCalls, Whole
 from mlxcache.model.tool_syntax.writing import (
     Plain,
     Signature,
@@ -43,8 +42,6 @@ _WORDS = {"None": None, "True": True, "False": False}
 
 
 class GemmaSyntax(UnescapedCalls):
-    """Reader of one of Gemma's formats. `delimiter` is the text before and after each string."""
-
     def __init__(self, delimiter: str):
         mark = re.escape(delimiter)
         key = rf"\s*(?:{mark})?(?P<name>[^\s:,{{}}\[\]<>]{{1,256}})(?:{mark})?:"
@@ -88,7 +85,6 @@ class GemmaSyntax(UnescapedCalls):
         return reader.at
 
     def _is_value(self, text: str, start: int, end: int, container: int) -> bool:
-        """Return whether characters [start, end) of `text` can be one whole value."""
         if container >= 0:
             return container <= end < container + 400 and not text[container:end].strip()
         value = text[start:end] if end - start < 400 else text[start : start + 200]
@@ -113,7 +109,7 @@ class GemmaSyntax(UnescapedCalls):
 
 
 class _Reader(LiteralReader):
-    """Reader of a value in Gemma's notation, from left to right.
+    """Reader of a value in Gemma's notation.
 
     A string may contain the delimiter, and ends at the first one that valid text follows: brackets
     that close open objects and lists, then a comma and another item, or the end.
@@ -191,7 +187,6 @@ class _Reader(LiteralReader):
 
 
 def gemma_call(quote: str, lark: Lark, tool: Signature) -> str:
-    """Return an expression for a call with the text `quote` before and after each string."""
     written = _Values(lark, tool.schema, quote)
     if is_free(tool.schema):
         options = [written.any_object()]

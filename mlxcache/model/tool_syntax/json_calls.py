@@ -13,7 +13,7 @@ from typing import Any
 from mlxcache.model.json_schema import Node, Schema
 from mlxcache.model.lark import Lark, literal, one_of, repeated
 from mlxcache.model.tool_syntax.arguments import LiteralReader, Tools, loads, raw_decode, skip
-from mlxcache.model.tool_syntax.syntax import Call, JsonScanner, Malformed, Scanner
+from mlxcache.model.tool_syntax.reading import Call, JsonScanner, Malformed, Scanner
 from mlxcache.model.tool_syntax.writing import (
     LINE,
     Signature,
@@ -38,7 +38,6 @@ class JsonCalls:
         return JsonScanner()
 
     def read(self, text: str, tools: Tools) -> list[Call]:
-        """Return the JSON objects in a tool block as the model wrote them; keys are not checked."""
         parsed: Any = loads(text.strip())
         calls = parsed if isinstance(parsed, list) else [parsed]
         if not all(isinstance(call, dict) for call in calls):
@@ -69,7 +68,6 @@ class HeadedCalls(JsonCalls):
         return calls
 
     def _one(self, text: str, at: int) -> tuple[Call, int]:
-        """Read the call at `at`; return it and the position after it and white space."""
         header = self._header.match(text, at)
         if header is None:
             raise Malformed(f"no call begins with {text[at : at + 40]!r}")
@@ -97,7 +95,6 @@ class PythonicCalls:
         return JsonScanner("'\"")
 
     def read(self, text: str, tools: Tools) -> list[Call]:
-        """Read the calls; numbers and constants are converted to types that the schema allows."""
         reader = LiteralReader(text)
         reader.take("[")
         calls: list[Call] = []
@@ -130,12 +127,10 @@ def _pythonic(reader: LiteralReader, text: str, tools: Tools) -> Call:
 
 
 def json_call(lark: Lark, tool: Signature) -> str:
-    """Return an expression for a call as `JsonCalls` reads it, on a line of its own."""
     return f"{LINE} {listed_call(lark, tool)} {LINE}"
 
 
 def listed_call(lark: Lark, tool: Signature) -> str:
-    """Return an expression for a call as `JsonCalls` reads it in a list."""
     name = literal(f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "arguments": ')
     return f'{name} {arguments_json(lark, tool)} "}}"'
 
@@ -154,7 +149,6 @@ def kimi_k2_call(lark: Lark, tool: Signature) -> str:
 
 
 def pythonic_call(lark: Lark, tool: Signature) -> str:
-    """Return an expression for `name(key=value, ...)`; the values are JSON."""
     schema = tool.schema
 
     def write(name: str, node: Node) -> str:

@@ -1,7 +1,7 @@
 """Tool calls whose parameters are between tags, as text or as JSON.
 
 A string is written without quotes or escapes; any other value is JSON. So a string may contain the
-tags themselves, and the text after a closing tag decides where the string ends: see `readings`. A
+tags themselves, and the text after a closing tag decides where the string ends: see `reading`. A
 grammar allows no string that contains a tag which would end it.
 """
 
@@ -18,8 +18,7 @@ from mlxcache.model.json_schema import TYPES, Node, Schema
 from mlxcache.model.lark import Lark, any_text, literal, one_of
 from mlxcache.model.tool_syntax.arguments import Tool, Tools, loads
 from mlxcache.model.tool_syntax.json_calls import HeadedCalls, JsonCalls
-from mlxcache.model.tool_syntax.readings import Cut, Tag, UnescapedCalls, Whole
-from mlxcache.model.tool_syntax.syntax import Call, Malformed
+from mlxcache.model.tool_syntax.reading import Call, Cut, Malformed, Tag, UnescapedCalls, Whole
 from mlxcache.model.tool_syntax.writing import (
     FREE_NAME,
     LINE,
@@ -75,7 +74,6 @@ class TagSyntax(UnescapedCalls):
         return cuts, tags
 
     def _follow(self, text: str, end: int, at: int) -> Cut | None:
-        """Return the cut at the closing tag at [end, at), or None if the text goes on otherwise."""
         at = self._skip(text, at)
         if found := self._parameter.match(text, at):
             return self._cut(end, found)
@@ -195,10 +193,6 @@ class TagGrammar:
         return f"{key} {value}"
 
     def _in_cdata(self, lark: Lark, schema: Schema, node: Node, value: str) -> str:
-        """Return an expression for a string, with markup or line breaks only as CDATA.
-
-        Other types are as `value`.
-        """
         text = text_terminal(schema, node, (CDATA_END, *self.ends))
         if text is None or schema.types(node) != {"string"}:
             return value
@@ -211,7 +205,6 @@ class TagGrammar:
         return one_of((wrapped, short))
 
     def _free(self, lark: Lark) -> str:
-        """Return an expression for a parameter of any name whose value is any text."""
         before, after = self.key.split("{}")
         # the name and what follows it are one terminal: it ends where they do
         key = lark.terminal(f"{literal(before)} /{FREE_NAME}/ {literal(after)}")
@@ -221,7 +214,6 @@ class TagGrammar:
 
 
 def _value(lark: Lark, schema: Schema, node: Node, closing: str, ends: Sequence[str]) -> str:
-    """Return an expression for a value and the text `closing`; strings contain none of `ends`."""
     kinds = schema.types(node)
     options = []
     others = kinds - {"string"}
@@ -273,7 +265,6 @@ def _typed_arguments(lark: Lark, tool: Signature) -> str:
 
 
 def _typed_argument(lark: Lark, schema: Schema, key: str, node: Node) -> str:
-    """Return an expression for one argument. `key`: that of its opening tag up to its name."""
     options = []
     for name in names_of(schema.types(node)):
         only = of_kinds(node, TYPES[name] & schema.types(node))

@@ -66,7 +66,6 @@ class CallGrammar:
     names: re.Pattern[str] = _NAME
 
     def calls(self, lark: Lark, tools: Sequence[Signature], *, several: bool) -> str:
-        """Return an expression for a call (or `several`) of one of `tools`, in its tool block."""
         return f"{lark.marker(self.opening)} {self.rest(lark, tools, several=several)}"
 
     def rest(self, lark: Lark, tools: Sequence[Signature], *, several: bool) -> str:
@@ -147,7 +146,6 @@ def object_shapes(schema: Schema) -> list[Plain]:
 
 
 def members_of(schema: Schema, shape: Plain, write: Callable[[str, Node], str]) -> Members:
-    """Write the members of an object that some value satisfies, in the schema's order."""
     named: dict[str, Node] = dict(shape.get("properties", {}))
     required = shape.get("required", ())
     for name in required:
@@ -162,7 +160,6 @@ def members_of(schema: Schema, shape: Plain, write: Callable[[str, Node], str]) 
 
 
 def in_order(schema: Schema, write: Callable[[str, Node], str], after: str = "") -> str:
-    """Return an expression for a tool's arguments, each followed by the expression `after`."""
     bodies = []
     for shape in object_shapes(schema):
         parts = members_of(schema, shape, write)
@@ -171,7 +168,6 @@ def in_order(schema: Schema, write: Callable[[str, Node], str], after: str = "")
 
 
 def separated(lark: Lark, members: Members, comma: str) -> str:
-    """Return an expression for an object's members, with `comma` between those present."""
     rest, first = EMPTY, EMPTY  # what may follow a member, and what may come where none is yet
     for member, needed in reversed(members):
         after = f"{literal(comma)} {member} {rest}"
@@ -201,7 +197,6 @@ def alternatives(schema: Schema, node: Node) -> list[Plain]:
 
 
 def _expand(schema: Schema, node: Node, within: frozenset[str], left: Iterator[int]) -> list[Plain]:
-    """`within`: references being followed. `left`: an item for each node that may be visited."""
     if next(left, None) is None:
         raise Unwritable("anyOf")
     if isinstance(node, bool):
@@ -362,7 +357,6 @@ def _text_parts(
 
 
 def _own_text_parts(node: dict[str, object], without: Sequence[str]) -> Iterator[str]:
-    """Yield an expression for each keyword of `node` that restricts strings, but no combinator."""
     if (listed := listed_values(node)) is not None:
         texts = [text for text in listed if isinstance(text, str)]
         texts = [text for text in texts if not any(part in text for part in without)]
@@ -386,7 +380,6 @@ def _searched(pattern: str) -> str:
 
 
 def _options(pattern: str) -> list[str]:
-    """Split a regular expression at its top-level `|` into alternatives."""
     options, depth, in_class = [""], 0, False
     for part in re.findall(r"\\.|.", pattern, flags=re.DOTALL):
         if part == "|" and not depth and not in_class:

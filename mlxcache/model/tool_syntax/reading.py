@@ -1,7 +1,10 @@
-"""Readers of tool blocks whose values may contain the syntax's own tags.
+"""Readers of tool blocks: their interface, scanners, and blocks whose values may contain tags.
 
-A tool block is a sequence of values, with *cuts* between them: places where one value may end and
-the next may begin.
+A scanner follows one tool block while it arrives, and tells which closing markers may end it. Its
+time is linear in the length of the block, independent of the number of markers.
+
+A tool block without escapes is a sequence of values, with *cuts* between them: places where one
+value may end and the next may begin.
 
     <parameter=a> 1 </parameter><parameter=b> 2 </parameter></function>
     head          [  cut: a ends, b begins   ]  [ cut: b ends, and the call ]
@@ -19,20 +22,105 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from itertools import product
-from typing import Any
+from typing import Any, Protocol
 
 from mlxcache.model.tool_syntax.arguments import Tool, Tools
-from mlxcache.model.tool_syntax.syntax import Call, Closing, JsonScanner, Malformed, Scanner
 
-MOST_READINGS = 64
-"""Maximum number of readings of one tool block that are compared; one with more is ambiguous."""
+Call = dict[str, Any]
+"""A call as it was read: `name`, `arguments` (a dict, or JSON text), and `id` if there is one."""
 
-MOST_EMPTY = 100
-"""Maximum number of calls without parameters in a row, as many can begin at each of them."""
 
-TAIL = 1_000
-"""Characters at the end of a tool block that are examined at a closing marker."""
+class Malformed(ValueError):
+    """Error for a text that is no tool call, or that can be read as two different ones."""
+
+
+class Closing(Enum):
+    """Role that a closing marker would have at the end of the text of a tool block so far."""
+
+    INSIDE = auto()
+    """The text ends inside a value, so the marker belongs to that value."""
+    MAYBE = auto()
+    """The text may be complete, or may end inside a value."""
+    FINAL = auto()
+    """The text is complete, or is no call; more text does not change that."""
+    UNKNOWN = auto()
+    """Only reading the whole tool block can tell."""
+
+
+class Scanner(Protocol):
+    def add(self, text: str) -> None: ...
+
+    def closing(self) -> Closing: ...
+
+
+class Syntax(Protocol):
+    def scanner(self) -> Scanner: ...
+
+    def read(self, text: str, tools: Tools) -> list[Call]:
+        """Read the calls in a tool block; the schemas of `tools` decide the types of values.
+
+        Raises Malformed if the text is no call, or the errors of parsers of JSON and of mlx-lm.
+        """
+
+
+class JsonScanner:
+    """Scanner that tracks whether the text so far ends inside a string between `quotes`."""
+
+    def __init__(self, quotes: str = '"'):
+        self._mark = re.compile(rf"\\.|[{quotes}]|\\\Z", re.DOTALL)
+        self._quote = ""
+        self._escaped = False
+
+    def add(self, text: str) -> None:
+        at = int(self._escaped and bool(text))
+        if at:
+            self._escaped = False
+        for found in self._mark.finditer(text, at):
+            mark = found[0]
+            if mark == "\\":
+                self._escaped = True
+            elif len(mark) == 1:
+                if not self._quote:
+                    self._quote = mark
+                elif self._quote == mark:
+                    self._quote = ""
+
+    def closing(self) -> Closing:
+        return Closing.INSIDE if self._quote else Closing.FINAL
+
+
+class ForeignSyntax:
+    """Syntax of which only mlx-lm has a parser. Where it finds calls, a tool block may end."""
+
+    def __init__(self, parse: Callable[[str, list[dict[str, Any]]], Any]):
+        self._parse = parse
+
+    def scanner(self) -> Scanner:
+        return _Unscanned()
+
+    def read(self, text: str, tools: Tools) -> list[Call]:
+        parsed = self._parse(text, tools.definitions)
+        return parsed if isinstance(parsed, list) else [parsed]
+
+
+class _Unscanned:
+    def add(self, text: str) -> None:
+        pass
+
+    def closing(self) -> Closing:
+        return Closing.UNKNOWN
+
+
+NO_SYNTAX: Syntax = ForeignSyntax(lambda _text, _tools: [])
+
+
+# -- blocks whose values are not escaped -----------------------------------------------------------
+
+_MOST_READINGS = 64  # of one tool block that are compared; one with more is ambiguous
+_MOST_EMPTY = 100  # calls without parameters in a row, as many can begin at each of them
+_TAIL = 1_000  # characters at the end of a tool block that are examined at a closing marker
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +141,7 @@ class Cut:
 
 
 Tag = tuple[int, bool]
+"""Position of a tag, and whether it opens a value."""
 
 Reading = tuple[Cut, ...]
 """The cuts that a reading takes, in order. The last one ends the tool block."""
@@ -64,8 +153,6 @@ Whole = Callable[[int, int], bool]
 
 
 class _Path:
-    """A reading while cuts are taken from the left, and what the current call has so far."""
-
     def __init__(self, head: Cut):
         self.cuts: list[Cut] = []
         self._enter(head)
@@ -85,7 +172,6 @@ class _Path:
         return cut.name in self._seen and not cut.calls
 
     def knows(self, cut: Cut, tools: Tools) -> bool:
-        """Return whether the tool has the parameter, or the tools exist, that begin at `cut`."""
         if cut.calls or cut.name is None:
             return all(name in tools for name in cut.calls)
         return tools[self._tool].has(cut.name)
@@ -93,8 +179,6 @@ class _Path:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A tool block with its cuts: `head`, which opens the first call, and the others in order."""
-
     text: str
     head: Cut
     cuts: Sequence[Cut]
@@ -128,11 +212,6 @@ class Block:
     def _choose(
         self, found: list[Reading], preferred: Reading | None, wide: Reading | None
     ) -> list[Call]:
-        """Return the calls of one of the readings `found`, of which the likeliest is first.
-
-        `preferred`: the one to choose if several of them fit. `wide`: the one in which unknown
-        names begin parameters, chosen if it fits or the only other one does not.
-        """
         if wide is not None:
             calls, fits = self._calls(wide)
             if fits or (len(found) == 1 and not self._calls(found[0])[1]):
@@ -213,7 +292,6 @@ class Block:
         return wide if wide and wide not in found and self._balanced(wide) else None
 
     def _balanced(self, reading: Reading) -> bool:
-        """Return whether tags that lie inside the values of `reading` come in pairs."""
         values = self._values(reading)
         start, end = next(values)
         depth = 0
@@ -246,7 +324,7 @@ class Block:
         count = 1
         for found in places.values():
             count *= len(found)
-            if count > MOST_READINGS:
+            if count > _MOST_READINGS:
                 raise Malformed("parameters begin at too many places")
         readings = [tuple(sorted(p, key=lambda cut: cut.end)) for p in product(*places.values())]
         return [
@@ -320,7 +398,7 @@ class UnescapedCalls(ABC):
         begins at `at`, or if other text follows such a call.
         """
         calls: list[str] = []
-        while len(calls) < MOST_EMPTY and (found := self._call.match(text, self._skip(text, at))):
+        while len(calls) < _MOST_EMPTY and (found := self._call.match(text, self._skip(text, at))):
             calls.append(self._unescape(found["call"]).strip())
             at = self._skip(text, found.end())
             if parameter := self._parameter.match(text, at):
@@ -353,10 +431,7 @@ class UnescapedCalls(ABC):
 
 
 class _BlockScanner:
-    """Scanner that judges closing markers by the tool block's beginning and end.
-
-    The beginning is examined at closing markers, until it is a call with parameters or JSON.
-    """
+    """Judges closing markers by the beginning of the block, until that is known, and its end."""
 
     def __init__(self, reader: UnescapedCalls):
         self._reader = reader
@@ -366,7 +441,7 @@ class _BlockScanner:
         self._begun = False
 
     def add(self, text: str) -> None:
-        self._tail = (self._tail + text)[-TAIL:]
+        self._tail = (self._tail + text)[-_TAIL:]
         if self._json is not None:
             self._json.add(text)
         elif not self._begun:
