@@ -10,7 +10,6 @@ Calls no MLX. All functions block, and may be called on any thread.
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import os
 import shutil
@@ -44,7 +43,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 from huggingface_hub.file_download import http_get, repo_folder_name
-from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined] # documented
+from huggingface_hub.utils import WeakFileLock, build_hf_headers  # type: ignore[attr-defined]
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
 from mlxcache.config import format_size
@@ -56,19 +55,10 @@ Progress = Callable[[int, int], None]
 """Called with the bytes on disk and the bytes needed in all; the latter grows as files are looked
 up. Called from any of the download's threads, one at a time."""
 
-ANSWER_S = 5.0
-"""Seconds for the Hub to describe a model, after which the Hub counts as not reachable."""
-
-LEAST_BYTES = 32 << 20
-"""Least size of a file that is worth continuing."""
-
-_MOST_BYTES = 50_000_000_000
-"""Largest file that the Hub sends over plain HTTP."""
-
+ANSWER_S = 5.0  # for the Hub to describe a model, after which it counts as not reachable
+LEAST_BYTES = 32 << 20  # of a file that is worth continuing
+_MOST_BYTES = 50_000_000_000  # of a file that the Hub sends over plain HTTP
 _THREADS = 4
-_TRIES = 100
-"""Times that a part is opened which another process moves or deletes before it is locked."""
-_READ_BYTES = 16 << 20
 
 _WEIGHTS = "model*.safetensors"
 
@@ -170,14 +160,6 @@ def outline(model: str, revision: str | None = None) -> tuple[Path, int]:
     return Path(config).parent, sum(weights)
 
 
-def fetch_config(model: str) -> Path | None:
-    """Download the config.json of a model; return its folder, or None if that fails."""
-    try:
-        return outline(model)[0]
-    except ModelError:
-        return None
-
-
 def _looks_local(model: str) -> bool:
     return model.startswith((".", "/", "~")) or "\\" in model or model.count("/") > 1
 
@@ -231,8 +213,8 @@ def _ignore(done: int, total: int) -> None:
 def _bar(progress: Progress = _ignore) -> type[Any]:
     """Make a progress bar class for the Hub's client that shows nothing and reports to `progress`.
 
-    snapshot_download makes three bars: bytes received, bytes written, files fetched. The second one
-    is reported, because its total is the sum of the files' sizes.
+    Of the three bars of snapshot_download it reports the bytes written, whose total is the sum of
+    the files' sizes.
     """
     lock = threading.Lock()
 
@@ -272,17 +254,24 @@ def _bar(progress: Progress = _ignore) -> type[Any]:
 
 @dataclass(frozen=True, slots=True)
 class _LargeFile:
-    """A file to download, with its SHA-256 and its place in the Hub's cache when it is complete."""
+    """A file to download, with its place in the Hub's cache when it is complete.
+
+    `blob`: named by the file's SHA-256. `lock`: that of the Hub's own client.
+    """
 
     name: str
     url: str
-    digest: str
     size: int
     blob: Path
 
     @property
     def part(self) -> Path:
         return self.blob.with_name(f"{self.blob.name}.mlxcache-part")
+
+    @property
+    def lock(self) -> Path:
+        folder = self.blob.parent.parent
+        return folder.parent / ".locks" / folder.name / f"{self.blob.name}.lock"
 
 
 def _find_large(model: str, revision: str | None) -> Sequence[_LargeFile]:
@@ -302,12 +291,11 @@ def _find_large(model: str, revision: str | None) -> Sequence[_LargeFile]:
             and not (blobs / lfs.sha256).exists()
         ):
             url = hf_hub_url(model, name, revision=info.sha)
-            found.append(_LargeFile(name, url, lfs.sha256, lfs.size, blobs / lfs.sha256))
+            found.append(_LargeFile(name, url, lfs.size, blobs / lfs.sha256))
     return found
 
 
 def _fetch_large(files: Sequence[_LargeFile], progress: Progress | None) -> None:
-    """Download files into the Hub's cache, continuing those that are incomplete."""
     told = _Told(files, progress or _ignore)
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="mlxcache-download") as pool:
         for future in [pool.submit(_fetch, one, told) for one in files]:
@@ -315,47 +303,32 @@ def _fetch_large(files: Sequence[_LargeFile], progress: Progress | None) -> None
 
 
 def _fetch(file: _LargeFile, told: _Told) -> None:
-    file.blob.parent.mkdir(parents=True, exist_ok=True)
-    for _ in range(_TRIES):
-        with _Part(file, told) as part:
-            fcntl.flock(part, fcntl.LOCK_EX)  # until it is closed
-            if part.is_in_place():
-                _complete(part, file, told)
-                return
-    raise OSError(f"{file.part} is moved or deleted by another program again and again")
-
-
-def _complete(part: _Part, file: _LargeFile, told: _Told) -> None:
     """Download the missing rest of a file, check its digest, and move it to `file.blob`."""
-    if file.blob.exists():  # another process has downloaded it meanwhile
-        file.part.unlink(missing_ok=True)
-        return
-    size = part.seek(0, os.SEEK_END)
-    told.note(file, size)
-    http_get(
-        file.url,
-        part,
-        resume_size=min(size, file.size),
-        headers=build_hf_headers(),
-        expected_size=file.size,
-        tqdm_class=_bar(),
-    )
-    if not _is_whole(file):
-        file.part.unlink(missing_ok=True)
-        raise ModelError(
-            f"{file.name} was damaged on its way from the Hub: start again to download it."
-        )
-    file.part.replace(file.blob)
-
-
-def _is_whole(file: _LargeFile) -> bool:
-    if file.part.stat().st_size != file.size:
-        return False
-    digest = hashlib.sha256()
-    with file.part.open("rb") as opened:
-        while data := opened.read(_READ_BYTES):
-            digest.update(data)
-    return digest.hexdigest() == file.digest
+    for folder in (file.blob.parent, file.lock.parent):
+        folder.mkdir(parents=True, exist_ok=True)
+    with WeakFileLock(file.lock):
+        if file.blob.exists():  # another process has downloaded it meanwhile
+            file.part.unlink(missing_ok=True)
+            return
+        with _Part(file, told) as part:
+            size = part.seek(0, os.SEEK_END)
+            told.note(file, size)
+            http_get(
+                file.url,
+                part,
+                resume_size=min(size, file.size),
+                headers=build_hf_headers(),
+                expected_size=file.size,
+                tqdm_class=_bar(),
+            )
+        with file.part.open("rb") as whole:
+            digest = hashlib.file_digest(whole, "sha256").hexdigest()
+        if digest != file.blob.name:
+            file.part.unlink(missing_ok=True)
+            raise ModelError(
+                f"{file.name} was damaged on its way from the Hub: start again to download it."
+            )
+        file.part.replace(file.blob)
 
 
 class _Told:
@@ -380,13 +353,6 @@ class _Part(FileIO):
         self._file, self._told = file, told
         super().__init__(file.part, "ab+")
 
-    def is_in_place(self) -> bool:
-        """Return whether the part's path still names the opened file."""
-        try:
-            return os.path.samestat(os.fstat(self.fileno()), self._file.part.stat())
-        except FileNotFoundError:
-            return False
-
     def write(self, data: Any) -> int:
         count = super().write(data)
         self._told.note(self._file, self.tell())
@@ -398,11 +364,7 @@ class _Part(FileIO):
 
 @dataclass(frozen=True, slots=True)
 class Downloaded:
-    """A model in the Hub's cache.
-
-    `path`: folder of the newest revision. `nbytes`: bytes on disk of all revisions. `last_used_at`:
-    seconds since 1970, as exact as the file system records reads.
-    """
+    """A model in the Hub's cache: the folder of its newest revision, the bytes of all of them."""
 
     id: str
     path: Path
@@ -412,8 +374,6 @@ class Downloaded:
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """The folder of a model in the Hub's cache, with all revisions; `nbytes` on disk."""
-
     id: str
     folder: Path
     nbytes: int
@@ -471,8 +431,7 @@ def check(path: Path, model: str) -> None:
 def inspect_folder(model: str) -> tuple[Path | None, str | None]:
     """Return the local folder of a path or Hub id, and an error message about its files.
 
-    The folder is None if the model is not on this machine. The message is None if the files are all
-    there and whole, and for a Hub id that is not downloaded yet.
+    Either may be None: the model is not on this machine; its files are all there and whole.
     """
     path = None
     try:
@@ -489,7 +448,7 @@ def weights_bytes(path: Path) -> int:
 
 
 def folder_bytes(path: Path) -> int:
-    """Return the size in bytes of all files below the folder `path`, targets of links included."""
+    """Return the bytes of all files below the folder `path`, targets of links included."""
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 

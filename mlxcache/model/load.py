@@ -30,7 +30,7 @@ from mlxcache.model.backend import (
     takes_images,
 )
 from mlxcache.model.folder import check_files, checked_config, context_length, native_length
-from mlxcache.model.hub import Progress, fetch_config, here, resolve, why
+from mlxcache.model.hub import Progress, here, outline, resolve, why
 from mlxcache.model.markers import is_harmony, thinks
 from mlxcache.model.pair import check_tokenizers, make_pair
 from mlxcache.model.sampling import DEFAULTS_FILE, is_object, sampling_defaults
@@ -200,8 +200,13 @@ def fetch(spec: ModelSpec, progress: Callable[[str, int, int], None]) -> None:
 
 
 def _fetch(model: str, progress: Progress) -> None:
-    if here(model) is None and (folder := fetch_config(model)) is not None:
-        choose_backend(checked_config(folder), model)
+    if here(model) is None:
+        try:
+            folder, _ = outline(model)
+        except ModelError:
+            pass  # `resolve` says why, if it fails too
+        else:
+            choose_backend(checked_config(folder), model)
     resolve(model, progress=progress)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -10,6 +9,7 @@ import subprocess
 import sys
 from collections import namedtuple
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 from huggingface_hub import constants
+from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
 from typer.testing import CliRunner, Result
 
 from mlxcache.cli import output
@@ -280,19 +281,20 @@ def test_a_large_file_is_continued_inside(
 def test_a_part_that_another_process_completed_before_the_lock_leaves_nothing(
     hub: FakeHub, impatient: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The part was opened before it was moved, and its lock is of a file that has no name."""
+    """The lock is that of the Hub's own client, so this may be any program."""
     monkeypatch.setattr(hub_module, "LEAST_BYTES", LARGE)
     completed: list[Path] = []
 
-    def flock(part: Any, operation: int) -> None:
-        if operation == fcntl.LOCK_EX and not completed:
-            path = Path(part.name)
-            path.write_bytes(hub.files["model.safetensors"])
-            completed.append(path.replace(path.with_name(path.name.removesuffix(".mlxcache-part"))))
-        fcntl.flock(part, operation)
+    @contextmanager
+    def locked(path: Path) -> Iterator[None]:
+        blobs = tmp_path / "hub" / path.parent.name / "blobs"
+        (blobs / f"{path.stem}.mlxcache-part").write_bytes(b"half")
+        (blobs / path.stem).write_bytes(hub.files["model.safetensors"])
+        completed.append(path)
+        with WeakFileLock(path):
+            yield
 
-    own = SimpleNamespace(flock=flock, LOCK_EX=fcntl.LOCK_EX, LOCK_UN=fcntl.LOCK_UN)
-    monkeypatch.setattr(hub_module, "fcntl", own)
+    monkeypatch.setattr(hub_module, "WeakFileLock", locked)
     call("pull", MODEL)
     assert completed
     assert "model.safetensors" not in hub.fetched
