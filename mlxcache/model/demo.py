@@ -20,14 +20,12 @@ from mlxcache.private import make_folder
 
 DEMO_NOTICE = "This is the built-in demo model: about 2 million parameters that only babble."
 
-REAL_MODEL = "mlx-community/Qwen3-4B-Instruct-2507-4bit"
-"""Hub id of a small model with useful replies."""
+REAL_MODEL = "mlx-community/Qwen3-4B-Instruct-2507-4bit"  # small, with useful replies
 
 CONTEXT = 131072
 DATA = Path(__file__).parent / "data"
 
-SCALE = ".scale"
-"""Suffix of the array that holds the float16 factors of an int8 matrix, one per row."""
+SCALE = ".scale"  # suffix of the float16 factors of an int8 matrix, one per row
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -69,7 +67,6 @@ def materialise(directory: Path | None = None) -> Path:
 
 def _fingerprint() -> str:
     digest = hashlib.sha256(json.dumps(CONFIG, sort_keys=True).encode())
-    digest.update(template(thinking=False).encode())
     for path in sorted(DATA.glob("*.*")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
@@ -118,57 +115,6 @@ END_OF_TEXT = "<|endoftext|>"
 TURN_START = "<|im_start|>"
 TURN_END = "<|im_end|>"
 
-TEMPLATE = """\
-{%- set ns = namespace(query=-1, first=0) -%}
-{%- for message in messages -%}
-{%- if message.role == 'user' -%}{%- set ns.query = loop.index0 -%}{%- endif -%}
-{%- endfor -%}
-{%- if tools -%}
-{{- '<|im_start|>system\\n' -}}
-{%- if messages and messages[0].role in ['system', 'developer'] -%}
-{%- set ns.first = 1 -%}
-{{- messages[0].content + '\\n\\n' -}}
-{%- endif -%}
-{{- '# Tools\\n\\nThese are the tools, one JSON object per line:\\n<tools>\\n' -}}
-{%- for tool in tools -%}{{- (tool | tojson) + '\\n' -}}{%- endfor -%}
-{{- '</tools>\\n\\nTo use one, write its name and its arguments so:\\n' -}}
-{{- '<tool_call>\\n{"name": NAME, "arguments": OBJECT}\\n</tool_call><|im_end|>\\n' -}}
-{%- endif -%}
-{%- for message in messages[ns.first:] -%}
-{%- if message.role == 'tool' -%}
-{{- '<|im_start|>user\\n<tool_response>\\n' + message.content -}}
-{{- '\\n</tool_response><|im_end|>\\n' -}}
-{%- elif message.role == 'assistant' -%}
-{{- '<|im_start|>assistant\\n' -}}
-{%- if THINKS and loop.index0 + ns.first > ns.query -%}
-{{- '<think>\\n' + (message.reasoning_content or '') + '\\n</think>\\n\\n' -}}
-{%- endif -%}
-{{- message.content or '' -}}
-{%- for call in message.tool_calls or [] -%}
-{%- set tool_call = call.function or call -%}
-{%- if message.content or not loop.first -%}{{- '\\n' -}}{%- endif -%}
-{{- '<tool_call>\\n{"name": "' + tool_call.name + '", "arguments": ' -}}
-{%- if tool_call.arguments is string -%}{{- tool_call.arguments -}}
-{%- else -%}{{- tool_call.arguments | tojson -}}{%- endif -%}
-{{- '}\\n</tool_call>' -}}
-{%- endfor -%}
-{{- '<|im_end|>\\n' -}}
-{%- else -%}
-{%- set role = 'system' if message.role == 'developer' else message.role -%}
-{{- '<|im_start|>' + role + '\\n' + message.content + '<|im_end|>\\n' -}}
-{%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-{{- '<|im_start|>assistant\\n' -}}
-{%- if THINKS -%}
-{{- '<think>\\n' -}}
-{%- if enable_thinking is defined and not enable_thinking -%}
-{{- '\\n</think>\\n\\n' -}}
-{%- endif -%}
-{%- endif -%}
-{%- endif -%}
-"""
-
 
 def template(*, thinking: bool) -> str:
     """Return the Jinja source of the ChatML chat template, with tools.
@@ -176,7 +122,8 @@ def template(*, thinking: bool) -> str:
     With `thinking`, a reply begins inside an open think block, which is closed at once if
     `enable_thinking` is false. The reasoning of replies before the last user message is omitted.
     """
-    return TEMPLATE.replace("THINKS", "true" if thinking else "false")
+    source = (DATA / "chat_template.jinja").read_text(encoding="utf-8")
+    return source.replace("THINKS", "true" if thinking else "false")
 
 
 def write_tokenizer(directory: Path, tokenizer: str, *, context: int, thinking: bool) -> None:
