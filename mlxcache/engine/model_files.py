@@ -71,17 +71,9 @@ def hash_files(spec: load.ModelSpec, settings: Settings) -> None:
     Does nothing without a disk tier. Blocks while the files are read; may be called on any thread.
     Raises ModelError if a file cannot be read.
     """
-    if settings.disk == "off":
-        return
-    path, *draft = load.base_folders(spec)
-    fingerprint(
-        path,
-        adapter=Path(spec.adapter).expanduser() if spec.adapter else None,
-        memo=settings.cache_dir / "fingerprints.json",
-        layout_key="",
-        draft=draft[0] if draft else None,
-        backend=load.backend_of(spec, path),
-    )
+    if settings.disk != "off":
+        path, *draft = load.base_folders(spec)
+        _fingerprint(path, load.backend_of(spec, path), "", settings, *draft)
 
 
 def namespace_of(
@@ -92,11 +84,17 @@ def namespace_of(
     `backend`: the library that runs it. `draft`: folder of its draft model. Raises ModelError for a
     file that cannot be read.
     """
+    return _fingerprint(path, backend, serialise.layout_key(layout), settings, draft)
+
+
+def _fingerprint(
+    path: Path, backend: str, layout_key: str, settings: Settings, draft: Path | None = None
+) -> str:
     return fingerprint(
         path,
-        adapter=Path(settings.adapter).expanduser() if settings.adapter else None,
+        adapter=Path(settings.adapter) if settings.adapter else None,
         memo=settings.cache_dir / "fingerprints.json",
-        layout_key=serialise.layout_key(layout),
+        layout_key=layout_key,
         draft=draft,
         backend=backend,
     )

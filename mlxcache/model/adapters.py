@@ -69,7 +69,6 @@ class Sliced:
         slot.offset = offset
 
     def window(self, slot: Any) -> int | None:
-        """Return the size of the slot's sliding window, its newest position included, or None."""
         return None
 
     def numbers(self, slot: Any) -> dict[str, int]:
@@ -107,8 +106,6 @@ class Windowed(Sliced):
 
 
 class Quantised(Sliced):
-    """Slots of `QuantizedKVCache`: packed numbers, scales and biases, of keys and of values."""
-
     quantised = True
 
     def arrays(self, slot: Any) -> list[mx.array]:
@@ -132,8 +129,6 @@ class Quantised(Sliced):
 
 
 class Grouped(Sliced):
-    """Slots of `GroupRows`: compressed KV, divided so that there is a row for every position."""
-
     portable = False
 
     def filled(self, slot: Any) -> bool:
@@ -155,9 +150,8 @@ class Grouped(Sliced):
 class WindowCache(RotatingKVCache):  # type: ignore[misc]
     """Cache of a sliding-window layer that keeps every position instead of a ring of the newest.
 
-    The model gets exactly what `RotatingKVCache` would return: the last `max_size - 1` positions
-    and the new ones, in temporal order. Nothing is overwritten, so the window before any position
-    can be sliced out later, and a step appends in place.
+    The model gets what `RotatingKVCache` would return: the last `max_size - 1` positions and the
+    new ones. Nothing is overwritten, so the window before any position can be sliced out later.
     """
 
     step = 256
@@ -170,7 +164,6 @@ class WindowCache(RotatingKVCache):  # type: ignore[misc]
         self._start = 0
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Append `keys` and `values`, and return the window that the new positions attend to."""
         self.keys = appended(self.keys, keys, self.offset, self.step)
         self.values = appended(self.values, values, self.offset, self.step)
         self._start = max(0, self.offset - self.max_size + 1)
@@ -182,7 +175,6 @@ class WindowCache(RotatingKVCache):  # type: ignore[misc]
         return self.keys[view], self.values[view]
 
     def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Any:
-        """Return the attention mask of `RotatingKVCache.make_mask`, for keys in temporal order."""
         if N > 1:
             return super().make_mask(N, window_size=window_size, return_array=return_array)
         if window_size is None or window_size >= self.max_size or self.offset < window_size:
@@ -198,7 +190,6 @@ class WindowCache(RotatingKVCache):  # type: ignore[misc]
         return BatchRotatingKVCache.merge([c.ring() for c in caches])
 
     def ring(self) -> RotatingKVCache:
-        """Return the window before the next position as a `RotatingKVCache`, as views."""
         ring = RotatingKVCache(max_size=self.max_size)
         if self.keys is not None:
             start = max(0, self.offset - self.max_size)
@@ -211,9 +202,8 @@ class WindowCache(RotatingKVCache):  # type: ignore[misc]
 class Checkpointed:
     """Adapter for slots of a class whose state stands for exactly one position.
 
-    `name`, `batchable`, `portable`: as in `Sliced`. `growing`: the axis of its arrays that may have
-    any size. `rewinds`: the arrays of its state are replaced, and never written to, when the model
-    is fed.
+    `growing`: the axis of its arrays that may have any size. `rewinds`: the arrays of its state are
+    replaced, and never written to, when the model is fed. The rest as in `Sliced`.
     """
 
     verb = "checkpoint"
@@ -234,7 +224,6 @@ class Checkpointed:
         slot.state = state
 
     def most_bytes(self, slot: Any) -> int:
-        """Return an upper bound of the bytes of the slot's state, for any length of text."""
         return sum(array.nbytes for array in tree_arrays(self.state(slot)))
 
     def running_bytes(self, slot: Any) -> int:
@@ -269,8 +258,6 @@ class Recurrent(Checkpointed):
 
 
 class Chunked(Checkpointed):
-    """Slots of `ChunkedKVCache`: the newest `chunk_size` positions."""
-
     growing = 2
 
     def state(self, slot: Any) -> Any:
@@ -340,8 +327,6 @@ class Ring(Checkpointed):
 
 
 class Recent(Checkpointed):
-    """Slots of `RecentRows`: a sliding window, the tokens of the open group, the newest vectors."""
-
     portable = False
     rewinds = True
     growing = 1
@@ -398,7 +383,6 @@ def _zero_rows(spec: ArraySpec | None, rows: int) -> mx.array | None:
 
 
 def _vector_bytes(arrays: Sequence[mx.array | None]) -> int:
-    """Return the bytes of one row in all of `arrays` together, of shape (1, n, size) each."""
     return sum(int(a.shape[2]) * a.dtype.size for a in arrays if a is not None)
 
 
@@ -442,8 +426,7 @@ def adapter_of(slot: Any) -> Adapter | None:
 def parts_of(cache: Any) -> list[Any] | None:
     """Return the members of a composite cache, or None for any other."""
     if type(cache) in COMPOSITES:
-        parts: list[Any] = cache.parts
-        return parts
+        return list(cache.parts)
     return list(cache.caches) if type(cache) is CacheList else None
 
 
@@ -452,7 +435,6 @@ def composed(parts: Sequence[Any]) -> Any:
 
 
 def class_name(cache: Any) -> str:
-    """Return mlx-lm's name of a cache's class, or of the class that one of ours replaces."""
     if type(cache) is GroupedCache:
         return LAYER_CACHE
     adapter = adapter_of(cache)

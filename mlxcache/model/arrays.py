@@ -53,7 +53,6 @@ def readable(array: mx.array) -> mx.array:
 
 
 def copied_tree(value: Any) -> Any:
-    """Copy every array in nested tuples and lists lazily into a buffer of its own."""
     if isinstance(value, mx.array):
         return copied(value)
     if isinstance(value, list | tuple):
@@ -62,7 +61,6 @@ def copied_tree(value: Any) -> Any:
 
 
 def held_tree(value: Any) -> Any:
-    """Return `value` with nested lists and tuples as new tuples, and the same arrays in them."""
     return tuple(map(held_tree, value)) if isinstance(value, list | tuple) else value
 
 
@@ -100,11 +98,7 @@ def spec_tree(value: Any, free: int | None) -> Any:
 
 
 def either(early: Any, late: Any) -> Any:
-    """Merge the ArraySpecs of one state after few tokens (`early`) and after more (`late`).
-
-    Both are nested tuples of the same structure. Sizes that differ become None, which stands for
-    any size.
-    """
+    """Merge the ArraySpecs of a state after few and more tokens; sizes that differ are None."""
     if isinstance(early, ArraySpec) and isinstance(late, ArraySpec):
         sizes = zip(early.shape, late.shape, strict=True)
         return ArraySpec(tuple(a if a == b else None for a, b in sizes), late.dtype)
@@ -114,7 +108,6 @@ def either(early: Any, late: Any) -> Any:
 
 
 def varies(states: Any) -> bool:
-    """Return whether an ArraySpec in the nested tuples `states` allows any size along some axis."""
     if isinstance(states, ArraySpec):
         return None in states.shape
     return isinstance(states, tuple) and any(map(varies, states))

@@ -25,7 +25,6 @@ VLM_VERSION = "0.7.10"
 """The version of mlx-vlm with which the families were tested. Others are refused."""
 
 INSTALL = f"pip install 'mlxcache[vlm]' && pip install --no-deps mlx-vlm=={VLM_VERSION}"
-"""The command that installs mlx-vlm without its packages for audio, video and training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +62,7 @@ FAMILIES: Mapping[str, Family] = {
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 """Files with the settings of a model's image processor; those in the second one count more."""
 
-_TOWERS = {"visual", "vision_tower"}
-"""Parts of the names of a vision tower's weights."""
+_TOWERS = {"visual", "vision_tower"}  # parts of the names of a vision tower's weights
 
 _NAME = re.compile(r"[\w-]+")
 
@@ -73,9 +71,9 @@ def choose_backend(config: Mapping[str, Any], model: str, *, images: bool = Fals
     """Return the library that runs the model with the configuration `config`.
 
     mlx-vlm, if it can feed images and `images` (see `has_images`) is True. Of all other models,
-    mlx-lm runs those that it has a module for, and mlx-vlm those of the other `FAMILIES`. A model
-    with Python code in its own folder is left to mlx-lm, which runs it only with the user's
-    permission; mlx-vlm would run it without asking. Raises ModelError, which says what can be done.
+    mlx-lm runs those that it has a module for, and mlx-vlm those of the other `FAMILIES`. Python
+    code in the model's folder is left to mlx-lm: mlx-vlm would run it without asking. Raises
+    ModelError, which says what can be done.
     """
     kind = str(config.get("model_type"))
     if config.get("model_file") is not None:

@@ -19,8 +19,7 @@ DeviceKind = Literal["cpu", "gpu"]
 
 _DEVICE_ERROR = re.compile(r"\[METAL\]|command buffer|\bcu(?:da|blas|dnn)\w*.* failed", re.I)
 
-MOST_PARKED = 8
-"""Maximum number of errors that `settle` discards; each stream may have one."""
+MOST_PARKED = 8  # errors that `settle` discards; each stream may have one
 
 
 def kind() -> DeviceKind:
@@ -28,13 +27,11 @@ def kind() -> DeviceKind:
 
 
 def working_set_bytes() -> int | None:
-    """Return Metal's recommended working set in bytes, or None on other devices."""
     size = mx.device_info().get("max_recommended_working_set_size")
     return int(size) if size else None
 
 
 def buffer_limit() -> int | None:
-    """Return how many buffers the device can hold, or None if it reports no limit."""
     count = mx.device_info().get("resource_limit")
     return int(count) if count else None
 

@@ -14,14 +14,9 @@ from typing import Any
 from mlxcache.errors import ModelError
 from mlxcache.utf8 import NotUtf8, read_utf8
 
-INDEX = "model.safetensors.index.json"
-"""The file that says which weight file has which tensor."""
-
-_LENGTH = 8
-"""Bytes of the field before a safetensors header, which holds the header's length."""
-
-_MAX_HEADER = 100_000_000
-"""Largest header in bytes of a safetensors file, as the format limits it."""
+INDEX = "model.safetensors.index.json"  # says which weight file has which tensor
+_LENGTH = 8  # bytes of the field before a safetensors header, which holds the header's length
+_MAX_HEADER = 100_000_000  # bytes, as the format limits it
 
 _WEIGHTS = ("config.json", "hf_quant_config.json", "adapter_config.json", "*.py", "*.safetensors")
 """Files that decide about the content of the weights."""
@@ -129,8 +124,7 @@ def _stamp(file: Path) -> Stamp:
 
 # -- context length -------------------------------------------------------------------------------
 
-UNSTATED = 131_072
-"""Context length in tokens if a model's files state none, as those of many recurrent models."""
+UNSTATED = 131_072  # context length in tokens if a model's files state none
 
 _KEYS = (
     "max_position_embeddings",
@@ -153,7 +147,8 @@ def native_length(config: Mapping[str, Any], tokenizer_length: object = None) ->
     model cards tell users to add YaRN without raising `max_position_embeddings`
     (https://arxiv.org/abs/2309.00071).
     """
-    for section in _sections(config):
+    nested = (config.get(key) for key in _NESTED)
+    for section in (*(one for one in nested if isinstance(one, Mapping)), config):
         stated = next((n for key in _KEYS if (n := _count(section.get(key)))), None)
         if stated:
             return max([stated, *_scaled(section, stated)])
@@ -178,13 +173,6 @@ def context_length(native: int | None, asked: int | None) -> int:
     return asked
 
 
-def _sections(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    for key in _NESTED:
-        if isinstance(section := config.get(key), Mapping):
-            yield section
-    yield config
-
-
 def _scaled(section: Mapping[str, Any], stated: int) -> Iterator[int]:
     for key in ("rope_scaling", "rope_parameters"):
         rope = section.get(key)
@@ -194,14 +182,10 @@ def _scaled(section: Mapping[str, Any], stated: int) -> Iterator[int]:
         for entry in (rope, *(v for v in rope.values() if isinstance(v, Mapping))):
             factor = entry.get("factor")
             original = _count(entry.get("original_max_position_embeddings"))
-            if original is None and _kind(entry) == "yarn":
+            if original is None and entry.get("rope_type", entry.get("type")) == "yarn":
                 original = stated
             if original and isinstance(factor, int | float) and factor > 1:
                 yield int(original * factor)
-
-
-def _kind(rope: Mapping[str, Any]) -> object:
-    return rope.get("rope_type", rope.get("type"))
 
 
 def _count(value: object) -> int | None:

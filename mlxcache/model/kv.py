@@ -1,9 +1,7 @@
 """Cache layout of a model: its slots, how each can be reused, and their sizes.
 
-A slot is the cache object of a layer, or of a part of one. It is linear (rows for every position,
-token axis -2, so any range of positions can be sliced out) or opaque (a state that stands for
-exactly one position, and needs checkpoints); `adapters` decides by class. A model with an unknown
-class is served, but nothing of it is cached. MLX thread only.
+A slot is the cache object of a layer, or of a part of one, linear or opaque: see `adapters`. A
+model with a class that is unknown there is served, but nothing of it is cached. MLX thread only.
 """
 
 from __future__ import annotations
@@ -48,7 +46,7 @@ State = tuple[Any, ...]
 
 
 def flatten(caches: Sequence[Any]) -> list[Any]:
-    """Return the slots of `caches` in a fixed order, with composite caches split into members."""
+    """Return the slots of `caches` in a fixed order, members of composite caches included."""
     slots: list[Any] = []
     for cache in caches:
         parts = parts_of(cache)
@@ -66,7 +64,6 @@ def make_caches(model: Any) -> Caches:
 
 
 def sliced(slot: Any) -> Sliced:
-    """Return the adapter of a linear slot. Raises TypeError for any other slot."""
     adapter = adapter_of(slot)
     if not isinstance(adapter, Sliced):
         raise TypeError(f"a {type(slot).__name__} is not sliced")
@@ -80,7 +77,6 @@ def first_write(slots: Sequence[Any]) -> int:
 
 
 def arrays_of(slot: Any) -> list[mx.array]:
-    """Return the arrays of a linear slot, shape (1, heads, capacity, dim) each."""
     return sliced(slot).arrays(slot)
 
 
@@ -96,7 +92,7 @@ def set_offset(slot: Any, offset: int) -> None:
 
 
 def opaque_slots(slots: Sequence[Any]) -> list[Any]:
-    return [slot for slot in slots if isinstance(adapter_of(slot), Checkpointed)]
+    return [slot for slot, _ in _checkpointed(slots)]
 
 
 def _checkpointed(slots: Sequence[Any]) -> list[tuple[Any, Checkpointed]]:
@@ -138,10 +134,7 @@ def hold(slots: Sequence[Any]) -> State:
 
 
 def put_back(slots: Sequence[Any], state: State) -> None:
-    """Set the opaque slots to the evaluated `state`, without a copy.
-
-    The caller must not write to it afterwards.
-    """
+    """Set the opaque slots to the evaluated `state`, which nobody may write to afterwards."""
     for (slot, adapter), new in zip(_checkpointed(slots), state, strict=True):
         adapter.set_state(slot, new)
 
@@ -243,7 +236,6 @@ class Layout:
 
     @property
     def longest_window(self) -> int:
-        """The largest sliding window in tokens, or 0."""
         return max((w for w in self.windows if w is not None), default=0)
 
     @property
@@ -317,15 +309,9 @@ def _feed(model: Any, caches: Caches, tokens: int, evaluate: bool) -> tuple[mx.a
 
 # -- quantised KV ----------------------------------------------------------------------------------
 
-GROUPS = (64, 128, 32)
-"""Numbers of values that may share a scale; the first that divides the size of a head is used."""
-
-LONG = 1100
-"""Length in tokens of the KV to check; above 1,024, MLX's GPU sums products in parts."""
-
-ROWS = (1, 32)
-"""Queries of a decode step and of a prefill, for which MLX's GPU has different kernels."""
-
+_GROUPS = (64, 128, 32)  # values that share a scale: the first that divides the size of a head
+_LONG = 1100  # tokens of the KV to check; above 1,024, MLX's GPU sums products in parts
+_ROWS = (1, 32)  # queries of a decode step and of a prefill, which have kernels of their own
 _ALIKE = 0.5  # relative to the logits; wrong attention differs by more than 1
 _REASONS = {
     "CacheList": "layers with an indexer or several attentions",
@@ -339,11 +325,10 @@ def quantised(
 ) -> Callable[[], list[Any]]:
     """Make a function that returns empty caches with KV of 4 or 8 bits from the first token on.
 
-    mlx-lm can begin to quantise at some length, but replies then depend on where the chunks of the
-    prompt ended. The result is checked: two tokens are fed with plain and with quantised KV, and
-    MLX's products with long quantised KV are compared. Without `compare` nothing is evaluated, and
-    only errors that mlx-lm raises for such caches are found. Raises ModelError, which names what
-    cannot be quantised.
+    From a later one, replies would depend on where the chunks of the prompt ended. The result is
+    checked: two tokens are fed with plain and with quantised KV, and MLX's products with long
+    quantised KV are compared. Without `compare` nothing is evaluated, and only errors that mlx-lm
+    raises for such caches are found. Raises ModelError, which names what cannot be quantised.
     """
     if (reason := getattr(model, "unquantised", None)) is not None:
         raise ModelError(f"--kv-bits {bits}: {reason}")
@@ -397,12 +382,11 @@ def _kv(cache: Any) -> KVCache | None:
 
 
 def _group(cache: Any, bits: int) -> int | None:
-    """Return how many numbers of a layer's KV share a scale; None without KV to quantise."""
     found = _kv(cache)
     if found is None or found.empty():
         return None
     sizes = sorted({array.shape[-1] for array in (found.keys, found.values)})
-    group = next((g for g in GROUPS if all(size % g == 0 for size in sizes)), None)
+    group = next((g for g in _GROUPS if all(size % g == 0 for size in sizes)), None)
     if group is None:
         named = " and ".join(map(str, sizes))
         raise ModelError(
@@ -442,10 +426,10 @@ def _check_products(plain: Sequence[Any], groups: Sequence[int | None], bits: in
     }
     for size, group in sorted(sizes):
         kinds: dict[str, Any] = {"group_size": group, "bits": bits}
-        packed = mx.quantize(_noise(LONG, size), **kinds)
+        packed = mx.quantize(_noise(_LONG, size), **kinds)
         values = mx.dequantize(*packed, **kinds)
-        for rows in ROWS:
-            scores = _noise(rows, LONG)
+        for rows in _ROWS:
+            scores = _noise(rows, _LONG)
             made = mx.quantized_matmul(scores, *packed, transpose=False, **kinds)
             if not _alike(made, scores @ values):
                 raise ModelError(

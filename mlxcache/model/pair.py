@@ -18,8 +18,6 @@ from mlxcache.model.kv import Caches
 
 
 class Pair(nn.Module):  # type: ignore[misc]
-    """A model and its draft model. Calling it feeds both and returns the logits of the model."""
-
     def __init__(self, model: nn.Module, draft: nn.Module, vocab_size: int, draft_vocab_size: int):
         super().__init__()
         self.model = model
@@ -42,7 +40,6 @@ class Pair(nn.Module):  # type: ignore[misc]
         return self.verify(tokens, cache, **inputs)
 
     def verify(self, tokens: mx.array, cache: Caches, **inputs: mx.array) -> mx.array:
-        """Feed `tokens` to the served model but not to its draft model; return its logits."""
         logits: mx.array = self.model(tokens, cache=cache[: self._own], **inputs)
         return logits
 
@@ -62,7 +59,6 @@ class Pair(nn.Module):  # type: ignore[misc]
         return logits
 
     def set_draft_length(self, cache: Caches, length: int) -> None:
-        """Truncate the draft model's caches, and only these, to their first `length` positions."""
         for slot in kv.flatten(cache[self._own :]):
             if kv.sliced(slot).filled(slot):
                 kv.set_offset(slot, length)
@@ -83,7 +79,6 @@ def make_pair(model: nn.Module, draft: nn.Module) -> Pair:
 
 
 def unfit(model: nn.Module) -> list[str]:
-    """Return the names of a model's cache classes that cannot be truncated at every token."""
     found = set()
     for slot in kv.flatten(kv.make_caches(model)):
         adapter = adapter_of(slot)

@@ -14,8 +14,7 @@ from mlxcache.model.adapters import composed, parts_of
 from mlxcache.model.arrays import tree_arrays
 from mlxcache.model.kv import Caches, Layout, State
 
-STEP = BatchKVCache.step
-"""Number of positions by which the buffers of a batch grow."""
+STEP = BatchKVCache.step  # positions by which the buffers of a batch grow
 
 
 def _shadow(cache: Any) -> Any:
@@ -43,10 +42,9 @@ def join(rows: Caches, others: Sequence[Caches], *, batched: bool) -> Caches:
 
 
 def _merged(caches: Sequence[Any]) -> Any:
-    """Build one layer's batch cache with copies of `caches`, which hold one sequence each.
+    """Build one layer's batch cache with copies of `caches`, and room for the next `STEP` tokens.
 
-    Plain `KVCache`s get room for `STEP` more positions: without it, the first step would copy the
-    whole batch again.
+    Without it, the first step would copy the whole batch again.
     """
     if (first := parts_of(caches[0])) is not None:
         others = [parts_of(cache) or [] for cache in caches[1:]]

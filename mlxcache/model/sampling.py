@@ -32,19 +32,10 @@ DEFAULTS_FILE = "generation_config.json"
 Sampler = Callable[[mx.array], mx.array]
 Processor = Callable[[mx.array, mx.array], mx.array]
 
-COLDEST = 1e-4
-"""Below this temperature tokens are drawn greedily: the odds of two tokens whose
-log-probabilities differ by 0.01 are e^100 to 1, and dividing by less overflows."""
-
-LEAST_TOP_P = 1e-9
-"""With this `top_p` or less the likeliest token alone is drawn. A value so small that it is 0 as a
-float32 would exclude even that token."""
-
-LEAST_LOGPROB = -9999.0
-"""Number sent for minus infinity, which JSON lacks; OpenAI sends the same."""
-
-SPLITS_AT_ONCE = 256
-"""Maximum number of splits of a random key in one evaluation, to bound the size of its graph."""
+_COLDEST = 1e-4  # below it tokens are drawn greedily; dividing by less overflows
+_LEAST_TOP_P = 1e-9  # draws the likeliest token alone; 0 as a float32 would exclude even that
+LEAST_LOGPROB = -9999.0  # sent for minus infinity, which JSON lacks, as OpenAI does
+_SPLITS_AT_ONCE = 256  # of a random key in one evaluation, to bound the size of its graph
 
 _SEED_MASK = (1 << 64) - 1
 
@@ -92,11 +83,11 @@ def _refused(field: str, value: object, allowed: str) -> BadRequest:
 def make_sampler(sampling: Sampling, vocab_size: int, kept: Sequence[int] = ()) -> Sampler:
     """Make a function from log-probabilities, shape (B, V), to token ids, shape (B,).
 
-    For greedy sampling the result is always the same function, so that a batch of such requests can
-    be drawn in one call. Otherwise it has a random key of its own: the same seed draws the same
-    tokens alone or in a batch. `kept`: ids of tokens that XTC never removes.
+    For greedy sampling it is always the same, so that a batch of such requests is drawn in one
+    call. Otherwise it has a random key of its own: the same seed draws the same tokens alone or in
+    a batch. `kept`: ids of tokens that XTC never removes.
     """
-    if sampling.temperature < COLDEST:
+    if sampling.temperature < _COLDEST:
         return greedy_sampler  # type: ignore[no-any-return]
     return _Draw(sampling, vocab_size, kept)
 
@@ -152,7 +143,7 @@ class _Draw:
     def skip(self, count: int) -> None:
         for done in range(1, count + 1):
             self._key, _ = mx.random.split(self._key)
-            if done % SPLITS_AT_ONCE == 0:
+            if done % _SPLITS_AT_ONCE == 0:
                 mx.eval(self._key)
         mx.eval(self._key)
 
@@ -162,12 +153,11 @@ def _without(logprobs: mx.array, removed: mx.array) -> mx.array:
 
 
 def _least_in_top_p(logprobs: mx.array, top_p: float) -> mx.array:
-    """Return the least log-probability that top_p keeps: shape (..., V) to (..., 1)."""
     ascending = mx.sort(logprobs, axis=-1)
     probs = mx.exp(ascending)
     above = mx.cumsum(probs, axis=-1, reverse=True, inclusive=False)
     total = above[..., :1] + probs[..., :1]
-    removed = (above >= max(LEAST_TOP_P, top_p) * total).sum(axis=-1, keepdims=True)
+    removed = (above >= max(_LEAST_TOP_P, top_p) * total).sum(axis=-1, keepdims=True)
     return mx.take_along_axis(ascending, removed, axis=-1)
 
 
@@ -187,9 +177,8 @@ def make_processors(sampling: Sampling, prompt_len: int) -> list[Processor]:
 
     Each takes the token ids of prompt and reply, shape (n,), and logits, shape (1, V). The
     repetition penalty (https://arxiv.org/abs/1909.05858) applies to the newest `repetition_context`
-    tokens, prompt included. Presence and frequency penalties are OpenAI's
-    (https://platform.openai.com/docs/api-reference/chat/create): they count all tokens of the
-    reply.
+    tokens, prompt included. Presence and frequency penalties are OpenAI's: they count all tokens of
+    the reply.
     """
     processors: list[Processor] = []
     if sampling.repetition_penalty != 1:
@@ -227,9 +216,7 @@ def _bias(sampling: Sampling) -> Processor:
 def masked(logits: mx.array, masks: Sequence[Bitmask | None]) -> mx.array:
     """Return `logits`, shape (rows, V), with minus infinity for forbidden tokens; one mask per row.
 
-    A mask has one bit per token, 1 if it is allowed: bit i % 32 of its int32 number i // 32 is that
-    of token i. A row whose mask is None keeps its logits. Tokens beyond the end of a mask are
-    forbidden.
+    A row whose mask is None keeps its logits. Tokens beyond the end of a mask are forbidden.
     """
     width = logits.shape[-1]
     words = (width + 31) // 32
@@ -277,7 +264,6 @@ def token_text(tokenizer: Any, token: int) -> str:
 
 
 def _token_bytes(piece: str) -> bytes | None:
-    """Return the bytes of a token as `<0x0A>` or in a byte-level vocabulary; None for any other."""
     if _BYTE.fullmatch(piece):
         return bytes([int(piece[3:5], 16)])
     values = [_BYTE_OF.get(character) for character in piece]
@@ -287,7 +273,6 @@ def _token_bytes(piece: str) -> bytes | None:
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
 
 _BYTE_OF: dict[str, int] = _byte_decoder()
-"""Bytes by the characters that stand for them in byte-level vocabularies."""
 
 
 # -- a model's own defaults ------------------------------------------------------------------------
@@ -331,7 +316,6 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _checked(name: str, value: object) -> float | None:
-    """Return `value` if it is valid for the sampling field `name`, a `top_k` of 20.0 as an int."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     if name == "top_k" and isinstance(value, float):
@@ -339,7 +323,7 @@ def _checked(name: str, value: object) -> float | None:
             return None
         value = int(value)
     try:
-        validate(_with(Sampling(), {name: value}))
+        validate(replace(Sampling(), **{name: value}))  # type: ignore[arg-type]
     except BadRequest:
         return None
     return value
@@ -350,11 +334,7 @@ def resolve(sampling: Sampling, defaults: Mapping[str, float]) -> Sampling:
     if not sampling.unset:
         return sampling
     found = {name: defaults[name] for name in sampling.unset & defaults.keys()}
-    return _with(sampling, {**found, "unset": frozenset()})
-
-
-def _with(sampling: Sampling, values: Mapping[str, Any]) -> Sampling:
-    return replace(sampling, **values)
+    return replace(sampling, **found, unset=frozenset())  # type: ignore[arg-type]
 
 
 def describe(defaults: Mapping[str, float]) -> str:

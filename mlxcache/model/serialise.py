@@ -36,7 +36,6 @@ DTYPES: dict[str, mx.Dtype] = {
     "BF16": mx.bfloat16,
     "F32": mx.float32,
 }
-"""MLX's dtypes by the names that safetensors gives them."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 SKELETON = "skeleton"
@@ -123,14 +122,13 @@ def _copy(out: npt.NDArray[np.uint8], parts: Sequence[npt.NDArray[Any]]) -> None
 
 
 def _rows(span: Span, view: mx.array) -> npt.NDArray[Any]:
-    """Return a view of an array's part in a lineage's range, (tokens, heads, dim)."""
     owner, start, end = span
     seen: npt.NDArray[Any] = np.asarray(view)[0, :, start - owner.base : end - owner.base]
     return seen.swapaxes(0, 1)
 
 
 def run_spec(layout: Layout) -> dict[str, tuple[str, tuple[int, int]]]:
-    """Return the dtype and (heads, dim) that each tensor of a run must have, by tensor name."""
+    """Return the dtype and (heads, dim) of each tensor of a run, by name."""
     return {
         run_name(i, j): (_NAMES[dtype], (heads, dim))
         for i, spec in enumerate(layout.specs)

@@ -40,21 +40,18 @@ Grid = tuple[int, int]
 MAX_PIXELS = 40_000_000
 
 FORMATS = ("PNG", "JPEG", "GIF", "WEBP")
-ANIMATED = ("PNG", "GIF", "WEBP")
-"""Formats whose second frame is one of an animation."""
+ANIMATED = ("PNG", "GIF", "WEBP")  # whose second frame is one of an animation
 
 KEPT_IMAGES = 256
 KEPT_BYTES = 64 << 20
-MOST_TOKENS = 4096
-"""Maximum number of tokens per image, if the processor states none."""
+MOST_TOKENS = 4096  # per image, if the processor states none
 
 
 @dataclass(frozen=True, slots=True)
 class Processed:
     """An image as its processor returns it, and the `text` that stands for it in a prompt.
 
-    `grid`: the numbers of rows and columns in which its tokens lie, or None if their positions are
-    consecutive, as those of text are.
+    `grid`: None if the positions of its tokens are consecutive, as those of text are.
     """
 
     text: str
@@ -66,13 +63,10 @@ class ImageModel(Protocol):
     """The image processor and vision tower of a model family.
 
     `image_token`: the text of the token that a chat template writes for an image, once for each
-    position that the image takes. `most_tokens`: maximum number of positions per image. `count`
-    returns the positions of an image of `height` times `width` pixels, or None if that is known
-    only after processing it. `process` takes RGB pixels, shape (height, width, 3), on any thread.
-    Both raise ValueError for an image that they refuse. `rows` returns the model's inputs at the
-    tokens of an image: arrays by the name of the model's argument, with one row per token, such as
-    `input_embeddings` of shape (tokens, hidden). `embed` returns the same for tokens of text. Both
-    are lazy, and are called on the MLX thread only.
+    position that it takes, at most `most_tokens`. `count` returns the positions of an image, or
+    None if only processing tells. `process` takes RGB pixels, shape (height, width, 3), on any
+    thread. Both raise ValueError for an image that they refuse. `rows` returns the model's inputs
+    at the tokens of an image, `embed` at tokens of text. Both are lazy; MLX thread only.
     """
 
     image_token: str
@@ -91,9 +85,9 @@ class ImageModel(Protocol):
 class Vision:
     """Images of a model: what stands for them in prompts, and what is fed in their places.
 
-    What the processor returned for recent images is kept by digest, so an image of the history is
-    not decoded again. `largest`: the most tokens that one image may take, as memory allows. Methods
-    that take an image decode it if needed, on any thread, and raise BadRequest if it is refused.
+    What the processor returned for recent images is kept by digest. `largest`: the most tokens that
+    one image may take, as memory allows. Methods that take an image decode it if needed, on any
+    thread, and raise BadRequest if it is refused.
     """
 
     def __init__(self, model: ImageModel, largest: int | None = None):
@@ -107,7 +101,6 @@ class Vision:
         self._pixels: OrderedDict[bytes, Pixels] = OrderedDict()
 
     def limited(self, largest: int) -> Vision:
-        """Return a copy that refuses images that take more than `largest` tokens of a prompt."""
         return Vision(self._model, largest)
 
     def text(self, image: Image) -> str:
@@ -115,7 +108,6 @@ class Vision:
         return self._show(image)[0]
 
     def grid(self, image: Image) -> Grid | None:
-        """Return the numbers of rows and columns in which the tokens of an image lie, or None."""
         return self._show(image)[1]
 
     def _show(self, image: Image) -> tuple[str, Grid | None]:
@@ -126,7 +118,6 @@ class Vision:
             return self._shown[image.digest]
 
     def pixels(self, image: Image) -> Pixels:
-        """Return the input of the vision tower for an image."""
         with self._lock:
             pixels = self._pixels.pop(image.digest, None)
             return self._process(image) if pixels is None else pixels
@@ -140,7 +131,7 @@ class Vision:
         return rows
 
     def embed(self, ids: Tokens) -> Rows:
-        """Return the model's inputs at tokens of text beside images, lazily. MLX thread only."""
+        """Return the model's inputs at tokens of text, lazily. MLX thread only."""
         return self._model.embed(ids)
 
     def sees(self, image: Image) -> bool:
@@ -181,8 +172,6 @@ def too_large(count: int, largest: int) -> BadRequest:
 
 
 class MlxLmImages:
-    """`ImageModel` of a model that mlx-lm runs."""
-
     def __init__(self, model: Any, processor: Any, token_id: int):
         self.image_token: str = processor.image_token
         self.token_id = token_id
@@ -267,29 +256,17 @@ def load_vision(
     kind = config.get("model_type")
     try:
         processor = load_processor(model, dict(config))
+        if processor is None:
+            return None
+        if find_spec("PIL") is None:
+            raise ValueError("Pillow is not installed: pip install 'mlxcache[vision]'")
+        if not (hasattr(model, "embed_inputs") and does_model_support_input_embeddings(model)):
+            raise ValueError(f"mlx-lm cannot feed images to model type {kind}")
+        token_id = tokenizer.convert_tokens_to_ids(processor.image_token)
+        if token_id is None or token_id == getattr(tokenizer, "unk_token_id", None):
+            raise ValueError(f"the tokenizer has no token {processor.image_token}")
     except (TypeError, ValueError, LookupError, AttributeError) as error:
-        log.warning(
-            "model %s: images disabled: no image processor for model type %s: %s",
-            *(label, kind, error),
-        )
-        return None
-    if processor is None:
-        return None
-    if find_spec("PIL") is None:
-        log.warning(
-            "model %s: images disabled: Pillow is not installed: pip install 'mlxcache[vision]'",
-            label,
-        )
-        return None
-    if not (hasattr(model, "embed_inputs") and does_model_support_input_embeddings(model)):
-        log.warning(
-            "model %s: images disabled: mlx-lm cannot feed images to model type %s", label, kind
-        )
-        return None
-    token_id = tokenizer.convert_tokens_to_ids(processor.image_token)
-    if token_id is None or token_id == getattr(tokenizer, "unk_token_id", None):
-        token = processor.image_token
-        log.warning("model %s: images disabled: the tokenizer has no token %s", label, token)
+        log.warning("model %s: images disabled: model type %s: %s", label, kind, error)
         return None
     return Vision(MlxLmImages(model, processor, int(token_id)))
 

@@ -24,14 +24,10 @@ from mlxcache.model import device
 from mlxcache.model.folder import Stamp, file_stamps
 from mlxcache.model.load import Loaded, ModelSpec, load_again
 
-SLICE_S = 0.25
-"""Seconds of reading between two chances for other models to compute, if no array takes longer."""
+SLICE_S = 0.25  # of reading between two chances for other models to compute
+MIN_SLICE, MAX_SLICE = 16 << 20, 512 << 20  # bytes that are read at once: first, and at most
 
-MIN_SLICE, MAX_SLICE = 16 << 20, 512 << 20
-"""Bytes of weights that are read at once: the first time, and the most."""
-
-_CHOSEN = ("top_k", "num_experts_per_tok")
-"""Names of the attributes in which mlx-lm's layers hold the number of experts per token."""
+_CHOSEN = ("top_k", "num_experts_per_tok")  # where mlx-lm's layers hold the experts per token
 
 _MOST_GATHERED = 32_768
 """Rows, one for each token and expert, above which MLX may compute quantised experts wrongly.
@@ -39,8 +35,7 @@ _MOST_GATHERED = 32_768
 Source: https://github.com/ml-explore/mlx/issues/3856
 """
 
-_UNKNOWN_CHOSEN = 32
-"""Experts per token that are assumed if their number is unknown; models have at most 22."""
+_UNKNOWN_CHOSEN = 32  # experts per token if their number is unknown; models have at most 22
 
 
 # -- arrays that several models use ----------------------------------------------------------------
@@ -68,7 +63,6 @@ class Base:
         self._bytes = None
 
     def release(self, name: str, user: BaseUse) -> None:
-        """Record that `user` does not use the array `name` any more."""
         users = self._users[name] - {user}
         self._bytes = None
         if users:
@@ -77,12 +71,10 @@ class Base:
             del self._users[name], self._arrays[name]
 
     def has_others(self, name: str, user: BaseUse) -> bool:
-        """Return whether a model other than `user` uses the array `name`. Any thread."""
         users = self._users.get(name, frozenset())
         return len(users) > (user in users)
 
     def bytes_by_users(self) -> Mapping[frozenset[BaseUse], int]:
-        """Return the bytes of the arrays in memory by the set of their users."""
         if self._bytes is None:
             found: Counter[frozenset[BaseUse]] = Counter()
             for name, users in self._users.items():
@@ -217,9 +209,8 @@ class BaseUse:
 class Weights:
     """Weights of one loaded model, in memory or only on disk.
 
-    `spec` and `use` must be those with which `loaded` was made. `resident`: True if the weights are
-    in memory, so that the model can run; as an argument, it must be False if `loaded` was made with
-    `lazy`.
+    `spec` and `use` must be those with which `loaded` was made. `resident`: the weights are in
+    memory, so that the model can run; False if `loaded` was made with `lazy`.
     """
 
     def __init__(
@@ -284,7 +275,6 @@ class Weights:
         )
 
     def _open(self) -> dict[str, Any]:
-        """Return the model's parameters by name, each of which is read when it is evaluated."""
         if (obstacle := self.find_obstacle()) is not None:
             raise ModelError(obstacle)
         again = load_again(self._loaded, self._spec, self.use)
@@ -318,13 +308,12 @@ def is_resident(model: nn.Module) -> bool:
 
 
 class Pace:
-    """Size of the parts in which weights are read, so that each takes about 0.25 s (`SLICE_S`)."""
+    """Size of the parts in which weights are read, so that each takes about `SLICE_S`."""
 
     def __init__(self, least: int = MIN_SLICE, most: int = MAX_SLICE):
         self.nbytes, self._least, self._most = least, least, most
 
     def note(self, nbytes: int, seconds: float) -> None:
-        """Adapt the size of the next part to the last one: `nbytes` bytes took `seconds`."""
         fitting = int(nbytes * SLICE_S / max(seconds, 1e-6))
         self.nbytes = min(self._most, max(self._least, fitting))
 
@@ -357,10 +346,9 @@ def longest_pass(model: nn.Module) -> int:
 def shared_bytes(model: nn.Module) -> int:
     """Estimate the bytes of weights that a step of a batch reads once for all of its rows.
 
-    Experts count in part: if each token uses k of a layer's n experts and the router spreads tokens
-    evenly, two tokens share k * k / n experts, so the bytes of that many count. They do not count
-    if k is unknown. An embedding does not count either, because only single rows of it are read,
-    unless it also computes the logits.
+    If each token uses k of a layer's n experts, evenly, two tokens share k * k / n of them, so the
+    bytes of that many count. Of an embedding only single rows are read, unless it also computes the
+    logits.
     """
     modules = dict(model.named_modules())
     tied = not any(name.endswith("lm_head") for name in modules)
