@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
@@ -40,10 +40,8 @@ from mlxcache.wire.titles import title_from_messages
 
 if TYPE_CHECKING:
     from mlxcache.engine.engine import Engine
-    from mlxcache.engine.models import Models as Engines
     from mlxcache.engine.stream import Stream
     from mlxcache.remote.objects import Objects
-    from mlxcache.sessions.book import SessionBook
     from mlxcache.sessions.books import SessionBooks
 
 URL = "http://127.0.0.1:0"
@@ -67,28 +65,30 @@ class Reply:
     generated_tokens: int
 
 
-class _Engine(Protocol):
-    async def start(self) -> None: ...
+class Models:
+    """Several models in this process, under one memory budget. Use from one event loop only.
 
-    async def stop(self) -> None: ...
+    `models` are folders or Hub ids, the first of which is the default; without them, `settings` has
+    `models`, a mapping from names to the keys of [models.NAME] in config.toml. The other settings
+    are keys of config.toml, with the same meaning; that file and environment variables are not
+    read. Raises ConfigError for an unknown setting, and for a cache folder on a network share.
 
+    `async with` loads the default model, and raises ModelError or ConfigError if it cannot be
+    loaded, and InUse while a command changes the cache folder. Another one is loaded by the first
+    call that names it, and unloaded when others need its memory.
+    """
 
-E = TypeVar("E", bound=_Engine)
+    def __init__(self, *models: str, **settings: Any):
+        self.settings = _read_settings({"model": models or None, **settings})
+        # mlx_lm and its HTTP client for downloads are loaded with the first model, not on import
+        from mlxcache.engine.models import Models as Engines  # noqa: PLC0415
 
-
-class _Embedded(Generic[E]):
-    """An engine in this process with its cache folder and remote, open inside `async with`."""
-
-    def __init__(
-        self, given: Mapping[str, Any], make: Callable[[Settings, Objects | None], E]
-    ) -> None:
-        self.settings: Settings = _read_settings(given)
         self._lock, self._remote = ExitStack(), ExitStack()
         remote = _open_remote(self.settings)
         if remote is not None:
             self._remote.callback(remote.close)
         try:
-            self._engine = make(self.settings, remote)
+            self._engines = Engines(self.settings, remote=remote)
         except BaseException:
             self._remote.close()
             raise
@@ -100,7 +100,7 @@ class _Embedded(Generic[E]):
             name = settings.model or "the demo"
             self._lock.enter_context(serving(settings.cache_dir, URL, name, used))
         try:
-            await self._engine.start()
+            await self._engines.start()
         except BaseException:
             await self.close()
             raise
@@ -112,82 +112,29 @@ class _Embedded(Generic[E]):
     async def close(self) -> None:
         """Cancel running replies, write computed KV to disk, and unload every model. Idempotent."""
         with self._lock:
-            await self._engine.stop()
+            await self._engines.stop()
             self._remote.close()
-
-
-class Model(_Embedded["Engine"]):
-    """A model in this process, loaded inside `async with`. Use it from one event loop only.
-
-    `model` is a folder or a Hub id; None is the built-in demo. `settings` are keys of config.toml,
-    with the same meaning; that file and environment variables are not read. Raises ConfigError for
-    an unknown setting, and for a cache folder on a network share. Entering raises ModelError or
-    ConfigError if the model cannot be loaded, and InUse while a command changes the cache folder.
-    """
-
-    def __init__(self, model: str | None = None, **settings: Any):
-        super().__init__({"model": model, **settings}, _make_engine)
 
     @property
     def info(self) -> ModelInfo:
-        """Description of the model. Raises RuntimeError outside of `async with`."""
-        if self._engine.info is None:
+        """Description of the default model. Raises RuntimeError outside of `async with`."""
+        info = self._engines.default.info
+        if info is None:
             raise RuntimeError("The model is loaded inside of `async with`.")
-        return self._engine.info
-
-    @property
-    def sessions(self) -> SessionBook:
-        """Sessions; `sessions.files` exports and imports snapshots. Raises NotReady outside."""
-        return self._engine.sessions
-
-    def figures(self) -> dict[str, Any]:
-        """Return the body of `GET /v1/cache`; empty before the model is loaded."""
-        return self._engine.figures()
-
-    async def chat(
-        self, messages: Sequence[Mapping[str, Any]], *, session: str | None = None, **fields: Any
-    ) -> Reply:
-        """Generate a whole reply. Takes the arguments of `stream` and raises its errors."""
-        return await _whole(await self.stream(messages, session=session, **fields))
-
-    async def stream(
-        self, messages: Sequence[Mapping[str, Any]], *, session: str | None = None, **fields: Any
-    ) -> Stream:
-        """Generate a reply as a stream of `mlxcache.types.Event`; closing it cancels the reply.
-
-        `messages` and `fields`, such as `max_tokens`, `temperature` or `tools`, are the fields of a
-        `POST /v1/chat/completions` body. `session` is the session's label. Raises BadRequest for an
-        invalid or unsupported field, RuntimeError before `async with`, and Busy after it or if the
-        queue is full.
-        """
-        _ = self.info
-        return await _stream(self._engine, messages, session, fields)
-
-
-class Models(_Embedded["Engines"]):
-    """Several models in this process, under one memory budget. Use from one event loop only.
-
-    `models` are folders or Hub ids, the first of which is the default; without them, `settings` has
-    `models`, a mapping from names to the keys of [models.NAME] in config.toml. The other settings
-    and the errors are those of `Model`. Entering loads the default model. Another one is loaded by
-    the first call that names it, and unloaded when others need its memory.
-    """
-
-    def __init__(self, *models: str, **settings: Any):
-        super().__init__({"model": models or None, **settings}, _make_engines)
-
-    def describe(self) -> list[dict[str, Any]]:
-        """Return the list `models` in the body of `GET /v1/cache`, the default model first."""
-        return self._engine.describe()
+        return info
 
     @property
     def sessions(self) -> SessionBooks:
-        """Sessions of all models, with the methods of `Model.sessions`; it raises as that does."""
-        return self._engine.sessions
+        """Sessions; `sessions.files` exports and imports snapshots. Raises NotReady outside."""
+        return self._engines.sessions
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Return the list `models` in the body of `GET /v1/cache`, the default model first."""
+        return self._engines.describe()
 
     def figures(self) -> dict[str, Any]:
         """Return the body of `GET /v1/cache`; empty before the default model is loaded."""
-        return self._engine.figures()
+        return self._engines.figures()
 
     async def load(self, model: str) -> None:
         """Load a model, by name, id or alias, before its first call, or read its weights again.
@@ -195,7 +142,7 @@ class Models(_Embedded["Engines"]):
         The first load is waited for, but reading weights again is not. Raises NotFound for an
         unknown name, ModelError if the load fails, BadRequest or Busy if there is no memory for it.
         """
-        engine = await self._engine.of(self._engine.named(model).label)
+        engine = await self._engines.of(self._engines.named(model).label)
         await engine.load_weights()
 
     async def unload(self, model: str) -> None:
@@ -203,7 +150,7 @@ class Models(_Embedded["Engines"]):
 
         Raises NotFound for an unknown name, and Busy while replies of the model are computed.
         """
-        if (engine := self._engine.named(model)).state == "ready":
+        if (engine := self._engines.named(model)).state == "ready":
             await engine.unload_weights()
 
     async def chat(
@@ -225,26 +172,24 @@ class Models(_Embedded["Engines"]):
         session: str | None = None,
         **fields: Any,
     ) -> Stream:
-        """Generate a reply of one of the models as a stream of events; see `Model.stream`.
+        """Generate a reply as a stream of `mlxcache.types.Event`; closing it cancels the reply.
 
-        `model` is chosen as by a server: a name, id or alias, or a name that a pattern of the
-        setting `route` matches; else the default model replies. Loads the model if needed, and
-        raises ModelError, BadRequest or Busy if that fails.
+        `messages` and `fields`, such as `max_tokens`, `temperature` or `tools`, are the fields of a
+        `POST /v1/chat/completions` body. `session` is the session's label. `model` is chosen as by
+        a server: a name, id or alias, or a name that a pattern of the setting `route` matches; else
+        the default model replies. Loads it if needed, and raises ModelError, BadRequest or Busy if
+        that fails. Raises BadRequest for an invalid or unsupported field, RuntimeError before
+        `async with`, and Busy after it or if the queue is full.
         """
-        return await _stream(await self._engine.of(model), messages, session, fields)
+        _ = self.info
+        return await _stream(await self._engines.of(model), messages, session, fields)
 
 
-def _make_engine(settings: Settings, remote: Objects | None) -> Engine:
-    # mlx_lm and its HTTP client for downloads are loaded with the first model, not on import
-    from mlxcache.engine.engine import Engine  # noqa: PLC0415
+class Model(Models):
+    """`Models` with one: a folder or a Hub id, or None for the built-in demo."""
 
-    return Engine(settings, remote=remote)
-
-
-def _make_engines(settings: Settings, remote: Objects | None) -> Engines:
-    from mlxcache.engine.models import Models as Engines  # noqa: PLC0415 - as in `_make_engine`
-
-    return Engines(settings, remote=remote)
+    def __init__(self, model: str | None = None, **settings: Any):
+        super().__init__(*(() if model is None else (model,)), **settings)
 
 
 def _read_settings(given: Mapping[str, Any]) -> Settings:
