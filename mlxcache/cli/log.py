@@ -137,12 +137,22 @@ def _round_time(seconds: float) -> str:
     return f"{max(1, round(seconds))} s"
 
 
+@dataclass(slots=True)
+class _Seen:
+    """A prompt that is read, and the times of its begin, its last change and its last log line."""
+
+    began: float
+    reading: Reading
+    changed: float
+    reported: float
+
+
 class LongReadings:
     """Filter for prompts whose prefill takes long, which also counts down their time left."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
-        self._seen: dict[str, tuple[float, Reading, float]] = {}
+        self._seen: dict[str, _Seen] = {}
 
     def update(self, readings: Iterable[Reading]) -> list[Reading]:
         """Return those of `readings` whose prefill has taken at least `SHOWN_AFTER_S` seconds.
@@ -150,39 +160,26 @@ class LongReadings:
         In each, `left_s` is reduced by the seconds since the prompt's figures last changed. Prompts
         that are not in `readings` are forgotten.
         """
-        now, seen, shown = self._clock(), self._seen, []
+        now, before, shown = self._clock(), self._seen, []
         self._seen = {}
         for one in readings:
-            began, before, at = seen.get(one.id, (now, one, now))
-            if before != one:
-                before, at = one, now
-            self._seen[one.id] = began, before, at
-            if now - began >= SHOWN_AFTER_S:
-                left = None if one.left_s is None else max(0.0, one.left_s - (now - at))
+            seen = self._seen[one.id] = before.get(one.id) or _Seen(now, one, now, now)
+            if seen.reading != one:
+                seen.reading, seen.changed = one, now
+            if now - seen.began >= SHOWN_AFTER_S:
+                left = None if one.left_s is None else max(0.0, one.left_s - (now - seen.changed))
                 shown.append(replace(one, left_s=left))
         return shown
 
+    def due(self, shown: Iterable[Reading]) -> list[Reading]:
+        """Return those of the `shown` whose last line in the log is `REPORT_S` ago, or their begin.
 
-class Reports:
-    """Schedule of log lines about prompts, for a server without a terminal: one per `REPORT_S`."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic):
-        self._clock = clock
-        self._last: dict[str, float] = {}
-
-    def due(self, readings: Iterable[Reading]) -> list[Reading]:
-        """Return those of `readings` that need a line now, and count these lines as written.
-
-        The first line is due `REPORT_S` seconds after the first call with a reading of the prompt.
-        Prompts that are not in `readings` are forgotten.
+        The returned ones count as reported.
         """
-        now, last, found = self._clock(), self._last, []
-        self._last = {}
-        for one in readings:
-            self._last[one.id] = at = last.get(one.id, now)
-            if now - at >= REPORT_S:
-                self._last[one.id] = now
-                found.append(one)
+        now = self._clock()
+        found = [one for one in shown if now - self._seen[one.id].reported >= REPORT_S]
+        for one in found:
+            self._seen[one.id].reported = now
         return found
 
 
@@ -196,12 +193,11 @@ class LastLine:
 
     def show(self, text: str) -> None:
         """Show `text`, cut to the width of the terminal. Empty text removes the line."""
+        if not text:
+            self.remove()
         if text == self._text:
             return
         self._text = text
-        if not text:
-            self.remove()
-            return
         line = Text(text, "cyan", no_wrap=True, overflow="ellipsis")
         if self._live is None:
             self._live = Live(line, console=self._console, auto_refresh=False, transient=True)
@@ -212,7 +208,7 @@ class LastLine:
     def remove(self) -> None:
         if self._live is not None:
             self._live.stop()
-        self._live = None
+        self._live, self._text = None, ""
 
 
 async def show_readings(engines: Sequence[Engine], console: Console) -> None:
@@ -222,14 +218,14 @@ async def show_readings(engines: Sequence[Engine], console: Console) -> None:
     Otherwise a line about each prompt is logged every `REPORT_S` seconds.
     """
     terminal = console.is_terminal and not console.is_dumb_terminal
-    long, reports, line = LongReadings(), Reports(), LastLine(console)
+    long, line = LongReadings(), LastLine(console)
     try:
         while True:
             shown = long.update(one for engine in engines for one in _readings(engine))
             if terminal:
                 loads = [f"loading {x.label}: {x.load_share:.0%}" for x in engines if x.load_share]
                 line.show("; ".join([*loads, *([describe(shown)] if shown else [])]))
-            for one in [] if terminal else reports.due(shown):
+            for one in [] if terminal else long.due(shown):
                 request_log.info("%s  %s", one.sender, describe([one]))
             await asyncio.sleep(POLL_S)
     finally:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager, suppress
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -31,6 +32,14 @@ class NoServer(MlxcacheError):
     """Error raised if no mlxcache server answers at an address."""
 
 
+class Refused(MlxcacheError):
+    """Error raised if the server answers with another error `status` than 404."""
+
+    def __init__(self, message: str, status: int):
+        super().__init__(message)
+        self.status = status
+
+
 def proxied(url: str) -> bool:
     """Return whether requests to `url` use proxies: not if it is an address of this machine."""
     return not is_loopback(httpx.URL(url).host)
@@ -39,9 +48,8 @@ def proxied(url: str) -> bool:
 class Remote:
     """Client of the server at `url`, whose results are the JSON objects of the HTTP API.
 
-    Every request blocks, and raises NoServer if the server does not answer, NotFound for 404, and
-    MlxcacheError with the server's message for other errors. `Offline` has the same methods for
-    sessions and files.
+    Every request blocks, and raises NoServer if the server does not answer, else NotFound or
+    Refused with the server's message. `Offline` has the same methods for sessions and files.
     """
 
     def __init__(self, url: str, api_key: str | None = None):
@@ -76,6 +84,10 @@ class Remote:
             return {}
         return found if found is None or isinstance(found, dict) else {}
 
+    def answers(self) -> bool:
+        """Return whether an mlxcache server answers, even if its model is still loading."""
+        return self.health() is not None
+
     # -- sessions ----------------------------------------------------------------------------
 
     def sessions(self) -> list[dict[str, Any]]:
@@ -86,7 +98,6 @@ class Remote:
         return sum(bool(one["progress"]) and one["api"] != WARMING for one in self.requests())
 
     def requests(self, limit: int | None = None) -> list[dict[str, Any]]:
-        """Return the running, waiting and recently finished requests, newest first."""
         return self._list("/v1/requests" + ("" if limit is None else f"?limit={limit}"))
 
     def session(self, id: str) -> dict[str, Any]:
@@ -103,7 +114,6 @@ class Remote:
         return self._json("POST", f"{_path(id)}/fork", json=body)
 
     def snapshot(self, id: str, path: Path, format: str, progress: Step) -> int:
-        """Download the session `id` to the file at `path`; return the number of bytes written."""
         done = 0
         with (
             self._request("GET", f"{_path(id)}/snapshot", params={"format": format}) as response,
@@ -124,10 +134,6 @@ class Remote:
     def restore(
         self, path: Path, name: str | None, prompt: str | None, model: str | None, progress: Step
     ) -> dict[str, Any]:
-        """Upload a snapshot, or a prompt cache of mlx-lm, and return the imported session.
-
-        A prompt cache also needs `prompt`, the text or JSON list of token ids it was computed from.
-        """
         total, head = path.stat().st_size, (prompt or "").encode()
         params = {key: value for key, value in (("name", name), ("model", model)) if value}
         if head:
@@ -150,8 +156,6 @@ class Remote:
             headers={"Content-Length": str(total + len(head))},
         )
 
-    # -- responses ---------------------------------------------------------------------------
-
     def response_items(self, id: str) -> list[dict[str, Any]]:
         """Return the items of a conversation up to and including the stored response `id`.
 
@@ -171,10 +175,6 @@ class Remote:
     # -- the cache ---------------------------------------------------------------------------
 
     def warm(self, body: bytes, progress: Step) -> dict[str, Any]:
-        """Compute a prefix ahead of its first use; return the answer of `POST /v1/cache/warm`.
-
-        `progress` is called with the tokens that are in the cache and their total.
-        """
         before = {one["id"] for one in self._warmed()}
         with ThreadPoolExecutor(1) as pool:
             warmed = pool.submit(self._json, "POST", "/v1/cache/warm", content=body)
@@ -191,11 +191,9 @@ class Remote:
         return self._json("GET", "/v1/cache")
 
     def check(self, _: Step) -> list[dict[str, str]]:
-        """Have the server read all its files; return each problem's `path` and `what` is wrong."""
         return self._list("/v1/cache/check")
 
     def prune(self, limit: int | None, _: Step) -> dict[str, Any]:
-        """Remove damaged files, then evict until at most `limit` bytes are on disk."""
         params = {} if limit is None else {"limit_bytes": str(limit)}
         return self._json("POST", "/v1/cache/prune", params=params)
 
@@ -204,12 +202,12 @@ class Remote:
 
     # -- models ------------------------------------------------------------------------------
 
-    def models(self) -> list[dict[str, Any]]:
+    def models(self, **more: Any) -> list[dict[str, Any]]:
         """Return all models of the server, the default one first."""
-        return self._list("/v1/models")
+        return self._list("/v1/models", **more)
 
     def load_model(self, name: str) -> dict[str, Any]:
-        """Load the model `name`. Blocks until it is loaded, but only if it never was."""
+        """Load a model. Blocks until it is loaded, but only if it never was."""
         return self._json("POST", f"/v1/models/{quote(name, safe='/')}/load")
 
     def unload_model(self, name: str) -> dict[str, Any]:
@@ -237,8 +235,8 @@ class Remote:
             found: dict[str, Any] = httpx.Response(200, content=response.read()).json()
             return found
 
-    def _list(self, path: str) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = self._json("GET", path)["data"]
+    def _list(self, path: str, **more: Any) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self._json("GET", path, **more)["data"]
         return found
 
     @contextmanager
@@ -274,6 +272,7 @@ def _error_of(response: httpx.Response) -> MlxcacheError:
     message = f"The server answered with status {response.status_code}."
     with suppress(ValueError, KeyError, TypeError):
         message = str(response.json()["error"]["message"])
-    if response.status_code == 401:
+    status = response.status_code
+    if status == HTTPStatus.UNAUTHORIZED:
         message += " Set --api-key or MLXCACHE_API_KEY."
-    return (NotFound if response.status_code == 404 else MlxcacheError)(message)
+    return NotFound(message) if status == HTTPStatus.NOT_FOUND else Refused(message, status)

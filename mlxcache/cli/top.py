@@ -26,11 +26,8 @@ from mlxcache.types import WARMING
 
 # -- the latest state of a server --------------------------------------------------------------
 
-
 PARTS = ("server", "cache", "requests", "sessions")
-
 MAX_RECENT = 100
-
 Update = tuple[str, Any] | MlxcacheError
 
 
@@ -50,12 +47,15 @@ class LiveState:
 
     def apply(self, part: str, body: Any, now: float) -> None:
         """Replace a part by its new `body`; requests are added or replaced by id."""
-        if part == "sessions":
-            self.sessions = body["data"]
-        elif part == "requests":
-            self._apply_requests(body["data"], now)
-        elif part in ("server", "cache"):
-            setattr(self, part, body)
+        match part:
+            case "sessions":
+                self.sessions = body["data"]
+            case "requests":
+                self._apply_requests(body["data"], now)
+            case "server":
+                self.server = body
+            case "cache":
+                self.cache = body
 
     def _apply_requests(self, rows: list[dict[str, Any]], now: float) -> None:
         known = self.requests = self.requests or {}
@@ -89,7 +89,6 @@ class LiveState:
         return sorted((self.requests or {}).values(), key=lambda row: row["created_at"])
 
     def speed(self, row: Mapping[str, Any]) -> float | None:
-        """Return the tokens per second of a running request: the server's, else measured here."""
         reported: float | None = row["progress"]["tokens_per_s"]
         prefill = self._prefills.get(row["id"])
         if reported is not None or prefill is None:
@@ -107,7 +106,6 @@ class LiveState:
 
 
 def watch(remote: Remote) -> queue.SimpleQueue[Update]:
-    """Start a thread that puts live updates into the returned queue, at the end an error."""
     updates: queue.SimpleQueue[Update] = queue.SimpleQueue()
 
     def read() -> None:
@@ -123,7 +121,6 @@ def watch(remote: Remote) -> queue.SimpleQueue[Update]:
 
 
 # -- its rendering -----------------------------------------------------------------------------
-
 
 BAR = 20
 _ABOVE, _HEADED = 8, 3
@@ -143,7 +140,6 @@ Column = tuple[str, int, Callable[[Row], RenderableType]]
 
 
 def render(state: LiveState, url: str, *, width: int, height: int | None, now: float) -> Group:
-    """Render the state at most `width` columns wide and about `height` lines high, if given."""
     running, recent, sessions = state.running(), state.recent(), state.sessions or []
     models: Sequence[Row] = (state.cache or {}).get("models", ())
     parts: list[RenderableType] = [_head(state, url, len(models)), *_budgets(state.cache)]
@@ -197,16 +193,13 @@ def _names(sessions: Sequence[dict[str, Any]]) -> Names:
 
 
 def _row_counts(height: int | None, wanted: tuple[int, int, int]) -> tuple[int, int, int]:
-    """Return how many of the `wanted` rows to show in each table.
-
-    Running requests come first; the other two tables share the lines that are left.
-    """
+    """Return how many of the `wanted` rows to show; running requests have the lines first."""
     if height is None:
         running, recent, sessions = (min(n, MAX_ROWS) for n in wanted)
         return running, recent, sessions
     left = max(0, height - _ABOVE - 3 * _HEADED)
     running = min(wanted[0], left)
-    left -= max(running, 0)
+    left -= running
     recent = min(wanted[1], max(left - wanted[2], left // 2))
     return running, recent, min(wanted[2], left - recent)
 
@@ -233,14 +226,16 @@ def _budgets(cache: Mapping[str, Any] | None) -> list[RenderableType]:
     if not cache:
         return []
     disk = cache["disk"]
-    grid = _tier_grid()
-    if disk["limit_bytes"]:
-        text = f"{_of(disk['used_bytes'], disk)} in {show.format_count(disk['files'], 'file')}"
+    used, limit, grid = disk["used_bytes"], disk["limit_bytes"], _tier_grid()
+    if limit:
+        text = f"{_of(used, disk)} in {show.format_count(disk['files'], 'file')}"
         if cache["pending_bytes"]:
             text += f", {format_size(cache['pending_bytes'])} pending"
         if disk["state"] != "ok":
             text = "writes fail: see the server's log"
-        grid.add_row("Disk", _bar(disk["used_bytes"], disk), text)
+        style = "yellow" if used > 0.95 * limit else "cyan"
+        bar = ProgressBar(limit, used, BAR, complete_style=style, finished_style=style)
+        grid.add_row("Disk", bar, text)
     else:
         grid.add_row("Disk", "", "off")
     remote = [_remote(cache["remote"])] if "remote" in cache else []
@@ -330,12 +325,6 @@ def _of(used: int, tier: Mapping[str, Any]) -> str:
     return f"{format_size(used)} of {format_size(tier['limit_bytes'])}"
 
 
-def _bar(used: int, tier: Mapping[str, Any]) -> ProgressBar:
-    full = used > 0.95 * tier["limit_bytes"]
-    style = "yellow" if full else "cyan"
-    return ProgressBar(tier["limit_bytes"], used, BAR, complete_style=style, finished_style=style)
-
-
 def _totals(cache: Mapping[str, Any]) -> Text:
     requests, tokens, saved = cache["requests"], cache["tokens"], cache["saved"]
     text = f"{show.format_count(requests['total'], 'request')}: " + ", ".join(
@@ -376,12 +365,7 @@ def _running(state: LiveState, now: float) -> Sequence[Column]:
     return (phase, ("", BAR, bar), ("tokens", -19, tokens), ("tok/s", -7, rate))
 
 
-def _tokens_of(name: str) -> Callable[[Row], str]:
-    return lambda row: f"{row[name]:,}" if row[name] else "-"
-
-
-def _from_ram(row: Row) -> str:
-    tokens = row["cached_tokens"] - row["restored_tokens"]
+def _count_or_dash(tokens: int) -> str:
     return f"{tokens:,}" if tokens else "-"
 
 
@@ -395,17 +379,13 @@ def _end(row: Row) -> Text:
     return Text(_ENDS.get(end, end or "-"), "red" if row["error"] else "")
 
 
-def _started(row: Row) -> str:
-    return time.strftime("%H:%M:%S", time.localtime(row["created_at"]))
-
-
 _MODEL_COLUMN: Column = ("model", _MODEL, lambda row: Text(visible(row.get("model") or "-")))
 _RECENT: tuple[Column, ...] = (
-    ("at", 8, _started),
-    ("cached", -8, _from_ram),
-    ("disk", -7, _tokens_of("restored_tokens")),
-    ("fed", -7, _tokens_of("fed_tokens")),
-    ("reply", -6, _tokens_of("generated_tokens")),
+    ("at", 8, lambda row: time.strftime("%H:%M:%S", time.localtime(row["created_at"]))),
+    ("cached", -8, lambda row: _count_or_dash(row["cached_tokens"] - row["restored_tokens"])),
+    ("disk", -7, lambda row: _count_or_dash(row["restored_tokens"])),
+    ("fed", -7, lambda row: _count_or_dash(row["fed_tokens"])),
+    ("reply", -6, lambda row: _count_or_dash(row["generated_tokens"])),
     ("first", -11, _first_token),
     ("end", 9, _end),
 )
@@ -442,9 +422,7 @@ def _session_of(row: Mapping[str, Any], names: Names) -> Text:
 
 # -- the command -------------------------------------------------------------------------------
 
-
 ONCE_TIMEOUT_S = 5.0
-
 MIN_INTERVAL_S = 0.1
 
 

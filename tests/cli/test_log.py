@@ -17,7 +17,6 @@ from mlxcache.cli.log import (
     LastLine,
     LongReadings,
     Reading,
-    Reports,
     describe,
     show_readings,
 )
@@ -68,10 +67,10 @@ def test_a_short_prefill_is_not_shown_and_the_time_is_counted_down() -> None:
 def test_the_log_gets_a_line_now_and_then() -> None:
     """The first after `REPORT_S`, then one per `REPORT_S`."""
     clock = Clock()
-    reports = Reports(clock)
+    long = LongReadings(clock)
     lines = []
     for _ in range(50):
-        lines += reports.due([one()])
+        lines += long.due(long.update([one()]))
         clock.now += 1
     assert len(lines) == 3
 

@@ -54,8 +54,8 @@ def examine_clients(
 ) -> list[Finding]:
     """Check the settings of Claude Code, anyclaude and OpenCode, as far as they are found.
 
-    `url` is the address of the mlxcache server, and `rules` tells of each canonicalisation rule
-    whether it is on. May run `claude --version`, and blocks for that.
+    `url` is the server's, and `rules` tells of each canonicalisation rule whether it is on. May run
+    `claude --version`, and blocks for that.
     """
     found = []
     settings = claude_folder(environ, home) / "settings.json"
@@ -100,7 +100,6 @@ def _attribution(merged: Mapping[str, str], rules: Mapping[str, bool]) -> Findin
 
 
 def _git(merged: Mapping[str, str], rules: Mapping[str, bool], program: str | None) -> Finding:
-    """Check whether Claude Code puts the git status into its system prompt. Blocks."""
     name = "Claude Code, git status"
     if merged.get(GIT, "").lower() not in ("", *_OFF):
         return Finding(name, "ok", f"{GIT} is set")
@@ -148,15 +147,14 @@ def _base_url(merged: Mapping[str, str], url: str) -> Finding | None:
 
 def _is_here(base: str, url: str) -> bool:
     """Return whether the URL `base`, which may be invalid, has the host and port of `url`."""
-    local = ("127.0.0.1", "localhost", "::1")
     try:
         ours, theirs = urlsplit(url), urlsplit(base)
-        same_port = theirs.port == ours.port
+        if theirs.port != ours.port:
+            return False
     except ValueError:
         return False
-    return same_port and (
-        theirs.hostname == ours.hostname or {theirs.hostname, ours.hostname} <= set(local)
-    )
+    hosts = {theirs.hostname, ours.hostname}
+    return len(hosts) == 1 or hosts <= {"127.0.0.1", "localhost", "::1"}
 
 
 def _anyclaude(environ: Mapping[str, str], url: str) -> Finding:
@@ -182,7 +180,6 @@ def _anyclaude(environ: Mapping[str, str], url: str) -> Finding:
 
 
 def _opencode(path: Path, url: str, rules: Mapping[str, bool]) -> list[Finding]:
-    """Check in a settings file of OpenCode the pruning of old results, and providers at `url`."""
     try:
         own = read_object(path)
     except ValueError as error:

@@ -73,11 +73,7 @@ def doctor(
 
 
 def run_checks(settings: Settings, *, quick: bool, shown: bool) -> Report:
-    """Run all checks for a server with `settings`, and return their results. Blocks for seconds.
-
-    `quick` skips the measurement of the disk's speed. With `shown`, slow checks show a progress bar
-    on standard error.
-    """
+    """Run all checks for a server with `settings`, and return their results. Blocks for seconds."""
     with count_bar("examining the machine and the model", shown=shown):
         versions = machine.examine_versions()
         of_machine, models = _examine_machine(settings)
@@ -110,8 +106,7 @@ def _examine_disk(settings: Settings, *, quick: bool, shown: bool) -> list[Findi
 def _examine_machine(settings: Settings) -> tuple[list[Finding | None], tuple[Checked, ...]]:
     """Check the machine, and the models that the settings name; return those examined too.
 
-    The weights of a single model count as memory needed in addition to the budget `--ram`; those of
-    several models are within the budget.
+    The weights of a single model are needed beside the budget; those of several are within it.
     """
     try:
         host = machine.host()
@@ -153,7 +148,6 @@ class Report:
     models: tuple[Checked, ...]
 
     def as_object(self) -> dict[str, Any]:
-        """Return the object of `doctor --json`."""
         found: dict[str, Any] = {
             "object": "doctor",
             "status": worst(self.findings),

@@ -23,6 +23,8 @@ PART_BYTES = 8 << 20
 SLOW = 200 * 10**6
 """Bytes per second below which restores are noticeably slow."""
 
+UNKNOWN_READ = " (read speed cannot be measured here)"
+
 LEAST_FREE = 5 * 10**9
 """Free bytes below which a few long conversations fill the disk."""
 
@@ -35,10 +37,7 @@ def _existing(folder: Path) -> Path:
 
 
 def examine_folder(folder: Path) -> Finding:
-    """Check that the cache folder can be written, is on a local disk and closed to other users.
-
-    If `folder` does not exist, its nearest existing parent must be writable. Creates nothing.
-    """
+    """Check that the cache folder can be written, is on a local disk and closed to other users."""
     there = _existing(folder)
     if not os.access(there, os.W_OK | os.X_OK) or not there.is_dir():
         value = f"{folder} cannot be written"
@@ -60,7 +59,6 @@ def examine_folder(folder: Path) -> Finding:
 
 
 def examine_room(folder: Path, setting: str | int) -> Finding:
-    """Check the free space on the cache folder's disk; `setting` is the value of `--disk`."""
     free = shutil.disk_usage(_existing(folder)).free
     if setting == "off":
         return Finding("disk", "ok", f"{format_size(free)} free; --disk is off")
@@ -94,29 +92,16 @@ def examine_speed(folder: Path, step: Step, size: int = TEST_BYTES) -> Finding:
         if made:
             with suppress(OSError):
                 folder.rmdir()
-    how = f"reads {_format_rate(read)}" if uncached else "(read speed cannot be measured here)"
-    slow = min(written, read if uncached else written) < SLOW
+    speed = {"write_bytes_s": round(written), "read_bytes_s": round(read) if uncached else None}
+    value = f"writes {format_size(round(written))}/s"
+    value += f", reads {format_size(round(read))}/s" if uncached else UNKNOWN_READ
+    slow = min(one for one in speed.values() if one is not None) < SLOW
     remedy = "choose a folder on a faster disk with --cache-dir: restores wait for the disk"
-    return judge(
-        "disk speed",
-        f"writes {_format_rate(written)}{', ' if uncached else ' '}{how}",
-        (slow, "warn", remedy),
-        figures={
-            "write_bytes_s": round(written),
-            "read_bytes_s": round(read) if uncached else None,
-        },
-    )
-
-
-def _format_rate(bytes_s: float) -> str:
-    return f"{format_size(round(bytes_s))}/s"
+    return judge("disk speed", value, (slow, "warn", remedy), figures=speed)
 
 
 def _write(path: Path, size: int, step: Step) -> float:
-    """Write and sync `size` bytes, random so that no file system compresses them; return seconds.
-
-    `step` is called with twice `size` as the total, because the file is read back later.
-    """
+    """Write and sync `size` bytes, random so that no file system compresses them."""
     part = os.urandom(PART_BYTES)
     began = time.perf_counter()
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -132,7 +117,6 @@ def _write(path: Path, size: int, step: Step) -> float:
 
 
 def _drop_page_cache(path: Path) -> bool:
-    """Drop the synced file from the page cache; return False if the system does not support it."""
     if hasattr(fcntl, "F_NOCACHE"):
         return True  # nothing was cached: see `_disable_page_cache`
     if not hasattr(os, "posix_fadvise"):
@@ -146,7 +130,6 @@ def _drop_page_cache(path: Path) -> bool:
 
 
 def _disable_page_cache(fd: int) -> None:
-    """Make reads and writes through `fd` bypass the page cache. Does nothing except on macOS."""
     if hasattr(fcntl, "F_NOCACHE"):
         fcntl.fcntl(fd, fcntl.F_NOCACHE, 1)
 

@@ -70,10 +70,8 @@ Run = Callable[[Sequence[str]], str | None]
 class Host:
     """Description of the machine. Fields that may be None are so if it reports no value.
 
-    `macos` is empty on other systems. `total` and `available` are memory in bytes. `working_set` is
-    the maximum of memory in bytes that Metal recommends. `wired_mb` is the maximum in MiB that the
-    user has set in its place, 0 for the system's default. `accelerated` is True if MLX computes on
-    a GPU.
+    `macos` is empty on other systems. Memory is in bytes: `working_set` is the maximum that Metal
+    recommends, and `wired_mb` what the user has set in its place, in MiB, 0 for the default.
     """
 
     system: str
@@ -90,7 +88,6 @@ class Host:
 
 
 def run_command(command: Sequence[str]) -> str | None:
-    """Run a command of macOS and return its standard output; see `Run`."""
     if sys.platform != "darwin":
         return None
     try:
@@ -102,20 +99,19 @@ def run_command(command: Sequence[str]) -> str | None:
     return done.stdout
 
 
-def _line_of(run: Run, *command: str) -> str:
-    return (run(command) or "").strip()
-
-
 def host(run: Run = run_command) -> Host:
     """Describe this machine. Imports MLX and blocks for seconds."""
     import mlx.core as mx  # noqa: PLC0415 - it takes a while, and --help needs none of it
 
     from mlxcache.model.device import working_set_bytes  # noqa: PLC0415
 
-    wired = _line_of(run, "/usr/sbin/sysctl", "-n", "iogpu.wired_limit_mb")
-    chip = _line_of(run, "/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string")
+    def line_of(*command: str) -> str:
+        return (run(command) or "").strip()
+
+    wired = line_of("/usr/sbin/sysctl", "-n", "iogpu.wired_limit_mb")
+    chip = line_of("/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string")
     # platform.mac_ver can report an older version, depending on how Python was built
-    macos = _line_of(run, "/usr/bin/sw_vers", "-productVersion") or platform.mac_ver()[0]
+    macos = line_of("/usr/bin/sw_vers", "-productVersion") or platform.mac_ver()[0]
     total = machine_bytes()
     return Host(
         system=platform.system(),
@@ -142,7 +138,6 @@ def _read_gpu_cores(run: Run) -> int | None:
 
 
 def ram_budget(settings: Settings, host: Host, weights: int) -> int:
-    """Return the bytes of `--ram` beside `weights` bytes of weights."""
     return ram_limit(
         settings.ram,
         machine_bytes=host.total,
@@ -159,7 +154,6 @@ def _version_of(macos: str) -> tuple[int, ...]:
 
 
 def examine_system(host: Host) -> Finding:
-    """Check that MLX runs natively on this system, and that macOS is not too old for it."""
     system = f"macOS {host.macos}" if host.macos else f"{host.system} {platform.release()}"
     gpu = f", {host.gpu_cores} GPU cores" if host.gpu_cores else ""
     value = f"{host.chip}, {host.cores} cores{gpu}, {system}, Python {platform.python_version()}"
@@ -183,19 +177,20 @@ def examine_memory(host: Host, ram: int, weights: int, beside: str) -> Finding:
 
     `weights` do not count in the budget; `beside`, printed after it, tells whether others do.
     """
+
+    def lower(room: int) -> str:
+        return f"lower the budget: --ram {max(100, room * 3 // 4 // 10**6)}MB"
+
     total, free = host.total, host.available
-    lower = f"lower the budget: --ram {_lower_ram(total - weights)}"
     close = "close other programs: the weights alone need all available memory"
-    close_or_lower = (
-        f"close other programs, or lower the budget: --ram {_lower_ram(free - weights)}"
-    )
+    close_or_lower = f"close other programs, or {lower(free - weights)}"
     short = ram + weights > free
     return judge(
         "memory",
         f"{format_size(total)}, {format_size(free)} of it available; "
         f"--ram is {format_size(ram)} {beside}",
         (weights > total * MOST_WEIGHTS, "fail", _SMALLER),
-        (ram + weights > total, "fail", lower),
+        (ram + weights > total, "fail", lower(total - weights)),
         (short and weights > free * MOST_WEIGHTS, "warn", close),
         (short, "warn", close_or_lower),
         figures={
@@ -207,16 +202,7 @@ def examine_memory(host: Host, ram: int, weights: int, beside: str) -> Finding:
     )
 
 
-def _lower_ram(room: int) -> str:
-    """Return 3/4 of `room` bytes, at least 100 MB, as a value for `--ram` such as "750MB"."""
-    return f"{max(100, room * 3 // 4 // 10**6)}MB"
-
-
 def examine_metal(host: Host, ram: int, weights: int) -> Finding | None:
-    """Check that the weights and the budget together are within Metal's limit of memory.
-
-    Also warns of a limit that the user has set too high. Returns None on a machine without Metal.
-    """
     if host.working_set is None:
         return None
     limit = host.wired_mb or 0
@@ -237,7 +223,6 @@ def examine_metal(host: Host, ram: int, weights: int) -> Finding | None:
 
 
 def examine_versions(package: str = "mlxcache") -> Finding:
-    """Check that the installed mlx and mlx-lm have versions which `package` accepts."""
     wanted = {
         one.name: one.specifier
         for one in map(Requirement, requires(package) or ())
@@ -274,10 +259,9 @@ def examine_files(limit: int | None = None) -> Finding:
 def examine_blas(
     host: Host, maps: Path = Path("/proc/self/maps"), clone: Path = CLONE
 ) -> Finding | None:
-    """Check that MLX uses a fast BLAS library, on Linux if MLX computes on the CPU.
+    """Check that MLX uses a fast BLAS library, where it computes on the CPU of a Linux machine.
 
-    `maps` lists the libraries that this process has loaded, so MLX must be imported first. Returns
-    None on other machines, where BLAS does not matter, or if `maps` is unreadable.
+    `maps` lists the libraries that this process has loaded, so MLX must be imported first.
     """
     if host.system != "Linux" or host.accelerated:
         return None
@@ -305,8 +289,7 @@ def examine_blas(
 class Power:
     """State of the power supply. A field is None if its value is unknown.
 
-    `charge` is the battery's percentage. `sleep_minutes` is the time without use after which the
-    Mac sleeps, 0 if it never does.
+    `charge` is a percentage. `sleep_minutes` is the time without use, 0 if the Mac never sleeps.
     """
 
     battery: bool | None
@@ -316,7 +299,6 @@ class Power:
 
 
 def read_power(run: Run) -> Power:
-    """Read the power source and the settings of sleep and power now in effect, by `pmset`."""
     supply = run(("/usr/bin/pmset", "-g", "batt")) or ""
     settings = dict(
         re.findall(r"^\s+(\w+)\s+(\d+)", run(("/usr/bin/pmset", "-g")) or "", re.MULTILINE)
@@ -343,11 +325,7 @@ def examine_mac(
     caffeinate: Path = Path(CAFFEINATE),
     panics: Path = PANICS,
 ) -> list[Finding]:
-    """Check a Mac's power, sleep, precision of float32, GPU, and reports of kernel panics.
-
-    The result is empty if `macos` is. `environ` may hold variables of MLX and Metal that affect
-    precision, command buffers and the watchdog.
-    """
+    """Check a Mac's power, sleep, precision of float32, GPU, and reports of kernel panics."""
     if not macos:
         return []
     power = read_power(run)
@@ -393,7 +371,6 @@ def _sleep(power: Power, *, keep_awake: bool, missing: bool) -> Finding:
 
 
 def _float32(chip: str, macos: str, environ: Mapping[str, str]) -> Finding | None:
-    """Report whether MLX multiplies float32 as TF32; None where it never does."""
     found = re.search(r"\bM(\d+)", chip)
     if found is None or int(found[1]) < TF32_CHIP or _version_of(macos) < TF32_MACOS:
         return None
@@ -420,7 +397,6 @@ def _command_buffers(chip: str, environ: Mapping[str, str]) -> Finding:
 
 
 def _panics(folder: Path) -> Finding:
-    """Look for reports of kernel panics of the last `PANIC_DAYS` days in the GPU's driver."""
     name = "kernel panics"
     if not os.access(folder, os.R_OK):
         return Finding(name, "ok", f"unknown: {folder} cannot be read")

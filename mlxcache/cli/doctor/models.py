@@ -64,9 +64,8 @@ class Checked:
     def least_bytes(self, budget: int) -> int:
         """Return the bytes beside its weights that the model needs for an agent's shortest context.
 
-        They are the KV and state of `LEAST_CONTEXT` tokens, or of the model's own context if it is
-        shorter, with one checkpoint, and what is set aside for forward passes and for copies that
-        wait to be written to disk. `budget`: bytes for all models with their weights.
+        They include what is set aside for forward passes and for copies that wait to be written to
+        disk. `budget`: bytes for all models with their weights.
         """
         layout, info = self.found.layout, self.found.info
         left = max(0, budget - info.weights_bytes)
@@ -75,7 +74,6 @@ class Checked:
         return transient_bytes(left) + pending_bytes(left, layout) + kv
 
     def as_object(self) -> dict[str, Any]:
-        """Return what `doctor --json` has on one model. Sizes are in bytes."""
         info, layout, fit = self.found.info, self.found.layout, self.fit
         return {
             "id": info.id,
@@ -98,7 +96,6 @@ class Checked:
         }
 
     def print(self, console: Console) -> None:
-        """Print the model's groups of layers, how many conversations fit, and possible flags."""
         layout = self.found.layout
         columns = ["layers", "kind, and how it is reused", "per token"]
         columns += ["per checkpoint"] if layout.opaque else []
@@ -121,8 +118,7 @@ def _possible(refused: str | None) -> dict[str, Any]:
 def examine_models(settings: Settings, host: Host) -> tuple[list[Finding], tuple[Checked, ...]]:
     """Examine the models that the settings name; return findings and those that could be examined.
 
-    Of several models, the text of each finding begins with its model's label, and a last finding
-    tells which models fit into the budget at once.
+    Of several models, the text of each finding begins with its model's label.
     """
     findings, models = [], []
     several = len(settings.entries) > 1
@@ -140,10 +136,7 @@ def examine_models(settings: Settings, host: Host) -> tuple[list[Finding], tuple
 def _examine_model(
     settings: Settings, host: Host, shared: int | None
 ) -> tuple[list[Finding], Checked | None]:
-    """Examine the model of `settings`, beside others if there is a budget that they have `shared`.
-
-    That budget includes the weights of all models.
-    """
+    """Examine one model; a budget that it has `shared` with others includes all weights."""
     entry = settings.entries[0]
     assert entry.model is not None
     spec = ModelSpec(
@@ -178,7 +171,6 @@ def _examine_model(
 
 
 def examine_fit(found: Examined, fit: Fit) -> list[Finding]:
-    """Check that the model can be cached and that `--ram` holds a context for agents."""
     info = found.info
     by = "" if info.backend == "mlx-lm" else f", run by {info.backend}"
     by += ", takes images" if info.has_images else ""
@@ -205,7 +197,6 @@ def examine_fit(found: Examined, fit: Fit) -> list[Finding]:
 
 
 def _examine_sampling(info: ModelInfo, *, used: bool) -> list[Finding]:
-    """Report the default sampling settings that come with the model, such as a temperature."""
     if not info.sampling:
         return []
     value = f"{describe(info.sampling)}, from the model's generation_config.json"
@@ -222,21 +213,18 @@ def _examine_adapter(entry: ModelEntry) -> list[Finding]:
         base = json.loads(file.read_bytes()).get("model")
     except (OSError, ValueError, AttributeError) as error:
         return [Finding("adapter", "fail", f"{file} cannot be read: {error}")]
-    if not isinstance(base, str) or _folder_name(base) == _folder_name(entry.model):
+
+    def folder_of(model: str) -> str:
+        return model_id(model).rpartition("/")[2].lower()
+
+    if not isinstance(base, str) or folder_of(base) == folder_of(entry.model):
         return []
     value = f"{entry.adapter} was made for {base}, and is added to {entry.model}"
     return [Finding("adapter", "warn", value, "give the adapter its own base as `path`")]
 
 
-def _folder_name(model: str) -> str:
-    return model_id(model).rpartition("/")[2].lower()
-
-
 def examine_together(models: Sequence[Checked], budget: int) -> Finding:
-    """Report which models fit into the budget at once, each with an agent's shortest context.
-
-    `budget`: bytes for all models with their weights.
-    """
+    """Report which models fit into the budget at once, each with an agent's shortest context."""
     sets = _largest_sets(models, budget)
     figures = {
         "ram_bytes": budget,
@@ -281,7 +269,6 @@ def _weights(models: Sequence[Checked]) -> int:
 
 
 def _layers(found: Examined) -> Iterator[Sequence[str]]:
-    """Yield a row for each group of layers, then one for the sum if there are several."""
     for group in found.groups:
         sizes = (group.layers * group.bytes_per_token, group.layers * group.checkpoint_bytes)
         yield f"{group.layers} x", _kind(group), *map(format_size_or_dash, sizes)
@@ -310,10 +297,7 @@ def _sessions(fit: Fit) -> Iterator[Sequence[str]]:
 
 def options(found: Examined) -> Iterator[tuple[str, str]]:
     """Yield the flags `--kv-bits` and `--draft-model`, each with whether the model allows it."""
-    for flag, refused in (
-        ("--kv-bits", found.unquantised),
-        ("--draft-model", found.undrafted),
-    ):
+    for flag, refused in (("--kv-bits", found.unquantised), ("--draft-model", found.undrafted)):
         without = flag == "--kv-bits" and found.info.backend == "mlx-vlm"
         possible = "possible, but without images" if without else "possible"
         yield flag, f"not possible: {refused}" if refused else possible

@@ -26,7 +26,6 @@ from mlxcache.store.lock import servers
 
 
 def examine_port(settings: Settings) -> Finding:
-    """Check that a server could listen on the host and port of the settings, or does already."""
     if settings.port == 0:
         return Finding("port", "ok", "0: any free port")
     try:
@@ -44,7 +43,6 @@ def examine_port(settings: Settings) -> Finding:
 
 
 def examine_servers(settings: Settings, url: str) -> list[Finding]:
-    """Check the health of the servers that use the cache folder, and of one at `url` if it runs."""
     known = [one.url for one in servers(settings.cache_dir)]
     urls = known if url in known else [*known, url]
     key = next(iter(settings.api_key), None)
@@ -79,9 +77,7 @@ def _server(url: str, key: str | None, *, named: bool) -> Finding | None:
 def examine_remote(settings: Settings) -> Finding:
     """Open the remote, check its key, and write, read and delete a small object. Blocks.
 
-    If no server has used the remote yet, any key is accepted, and no marker is written: the first
-    server writes it. The status is `warn` if the remote cannot be reached, and `fail` for a wrong
-    key or a wrong content of the object.
+    No marker is written: the first server that uses the remote writes it, with its key.
     """
     from mlxcache.remote.objects import TRIAL, open_configured  # noqa: PLC0415 - only with --remote
 
@@ -125,7 +121,6 @@ Run = Callable[[Sequence[str]], subprocess.CompletedProcess[str]]
 
 
 def run_command(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run a command within `ANSWER_S`; failures are as those of an ssh that cannot connect."""
     try:
         return subprocess.run(
             command, capture_output=True, text=True, timeout=ANSWER_S, check=False
@@ -135,11 +130,7 @@ def run_command(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 
 def examine_hosts(settings: Settings, run: Run = run_command) -> list[Finding]:
-    """Log in to each machine of `--hosts` or `--hostfile`, and check packages and the model.
-
-    Each must have the same versions of mlxcache, mlx and mlx-lm as this machine and, if the model
-    is a folder here, a folder with the same path. Blocks for seconds.
-    """
+    """Log in to each machine of `--hosts` or `--hostfile`, and check packages and the model."""
     if not (settings.hosts or settings.hostfile):
         return []
     from mlxcache.ranks.group import versions  # noqa: PLC0415 - imports MLX
@@ -157,7 +148,6 @@ def examine_hosts(settings: Settings, run: Run = run_command) -> list[Finding]:
 
 
 def _names(settings: Settings) -> list[str]:
-    """Return the names by which ssh reaches the machines, this one first. Raises ConfigError."""
     file = settings.hostfile
     if file is None:
         return [str(one["ssh"]) for one in read_hosts(settings.hosts or "")]
@@ -183,13 +173,9 @@ def _examine(name: str, model: Path | None, mine: dict[str, str], run: Run) -> F
         remedy = "install the same version of mlxcache there, in the same folder"
         return Finding(title, "fail", f"{sys.executable} does not run there: {words[-1]}", remedy)
     if theirs != mine:
-        differing = [
-            f"{name} {theirs[name]}, here {own}"
-            for name, own in mine.items()
-            if theirs[name] != own
-        ]
-        remedy = "install the same versions on all machines"
-        return Finding(title, "fail", "; ".join(differing), remedy)
+        both = ((name, theirs[name], own) for name, own in mine.items())
+        differing = "; ".join(f"{name} {one}, here {own}" for name, one, own in both if one != own)
+        return Finding(title, "fail", differing, "install the same versions on all machines")
     if model is not None and not has_model:
         remedy = "copy it there, into a folder with the same path"
         return Finding(title, "fail", f"there is no model in {model}", remedy)

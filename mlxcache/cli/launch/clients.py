@@ -54,6 +54,10 @@ class Service:
     small: str | None = None
 
     @property
+    def v1(self) -> str:
+        return f"{self.url}/v1"
+
+    @property
     def credential(self) -> str:
         """Key that clients send: the server's, or a placeholder if it requires none."""
         return self.key or DUMMY_KEY
@@ -81,18 +85,17 @@ class Setup:
     """Variables, arguments and settings that point a client at a server.
 
     Variables in `unset` are removed because they would select another server. `arguments` come
-    before the user's own. `settings` are written to a temporary file as JSON. Its path is passed
-    after `settings_flag`, or in the variable `settings_variable`; if both are None, no file is
-    written. `by_hand` tells the user what to put where instead, if `launch` only prints the setup.
+    before the user's own. If `settings_in` names a flag or a variable, `settings` are written to a
+    temporary file as JSON, and its path is passed there. `by_hand` tells the user what to put where
+    instead, if `launch` only prints the setup.
     """
 
     variables: Variables
     unset: tuple[str, ...] = ()
     arguments: tuple[str, ...] = ()
-    settings_flag: str | None = None
-    settings_variable: str | None = None
-    by_hand: str | None = None
+    settings_in: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
+    by_hand: str | None = None
 
     def environment(self, service: Service, environ: Mapping[str, str]) -> dict[str, str]:
         """Return the client's complete environment, based on the user's `environ`."""
@@ -107,33 +110,6 @@ class Setup:
             name: service.credential if value is None else value
             for name, value in self.variables.items()
         }
-
-
-@dataclass(frozen=True, slots=True)
-class Client:
-    """A coding agent and how to set it up.
-
-    `name` is its program and its name on the command line. `first_prompt` is the number of tokens
-    of its first prompt, with the demo model (docs/clients.md). `oldest` is the first version that
-    was tested with this server, and `node` the oldest Node.js with which npm installs it. A program
-    that `prints_version` does nothing else with --version. `is_quiet(arguments)` returns whether it
-    then prints nothing before its reply.
-    """
-
-    name: str
-    title: str
-    install: str
-    first_prompt: int
-    good_for: str
-    configure: Callable[[Service, Invocation], Setup]
-    oldest: Version | None = None
-    node: str = ""
-    prints_version: bool = True
-    is_quiet: Callable[[Sequence[str]], bool] = lambda _: False
-
-    @property
-    def about_first_prompt(self) -> str:
-        return f"about {round(self.first_prompt / 500) * 500:,} tokens"
 
 
 # -- the environment of every client -----------------------------------------------------------
@@ -176,10 +152,6 @@ def has_flag(arguments: Sequence[str], *flags: str) -> bool:
     return any(argument.startswith(flags) for argument in arguments)
 
 
-def _prints_only(arguments: Sequence[str]) -> bool:
-    return any(one in ("-p", "--print") for one in arguments)
-
-
 def _object(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
@@ -203,7 +175,7 @@ _SETTINGS_FLAG = "--settings"
 
 
 def configure_claude(service: Service, invocation: Invocation) -> Setup:
-    """Return the setup of Claude Code for `service`.
+    """Return the setup of Claude Code.
 
     `env` in Claude Code's settings files overrides the environment. The variables of this setup
     that are also defined there are therefore passed in a further settings file, which takes
@@ -228,7 +200,7 @@ def configure_claude(service: Service, invocation: Invocation) -> Setup:
         variables=variables,
         unset=_OTHER_PROVIDERS,
         arguments=() if chose_mode else ("--permission-mode", "default"),
-        settings_flag=_SETTINGS_FLAG if needs_file else None,
+        settings_in=_SETTINGS_FLAG if needs_file else None,
         settings={"env": overridden},
     )
 
@@ -258,7 +230,7 @@ _OPENCODE_VARIABLE = "OPENCODE_CONFIG_CONTENT"
 
 
 def configure_opencode(service: Service, invocation: Invocation) -> Setup:
-    """Return the setup of OpenCode for `service`. The user's other settings are kept."""
+    """Return the setup of OpenCode, with the user's other settings."""
     try:
         own = _object(json.loads(invocation.environ.get(_OPENCODE_VARIABLE) or "{}"))
     except ValueError:
@@ -268,7 +240,7 @@ def configure_opencode(service: Service, invocation: Invocation) -> Setup:
         "npm": "@ai-sdk/openai-compatible",
         "name": "mlxcache",
         "options": {
-            "baseURL": f"{service.url}/v1",
+            "baseURL": service.v1,
             "apiKey": f"{{env:{KEY_VARIABLE}}}",
             "timeout": False,  # the default of five minutes is too short for a long first prompt
         },
@@ -292,13 +264,12 @@ _CODEX_PROVIDER = "model_providers.mlxcache"
 
 
 def configure_codex(service: Service, _: Invocation) -> Setup:
-    """Return the setup of Codex for `service`. The user's config.toml is not changed."""
     settings = {
         "model": service.asked,
         "model_provider": "mlxcache",
         "model_context_window": service.context,
         f"{_CODEX_PROVIDER}.name": "mlxcache",
-        f"{_CODEX_PROVIDER}.base_url": f"{service.url}/v1",
+        f"{_CODEX_PROVIDER}.base_url": service.v1,
         f"{_CODEX_PROVIDER}.env_key": KEY_VARIABLE,
         f"{_CODEX_PROVIDER}.wire_api": "responses",
         f"{_CODEX_PROVIDER}.stream_idle_timeout_ms": _HOUR_MS,
@@ -323,7 +294,7 @@ _QWEN_MACHINE = (Path("/Library/Application Support/QwenCode"), Path("/etc/qwen-
 def configure_qwen(
     service: Service, invocation: Invocation, machine: Sequence[Path] = _QWEN_MACHINE
 ) -> Setup:
-    """Return the setup of Qwen Code for `service`.
+    """Return the setup of Qwen Code.
 
     The context length can only be set in a settings file. A temporary one is read instead of the
     machine-wide settings file. It is not written if the user or the machine has such a file.
@@ -339,7 +310,7 @@ def configure_qwen(
     length = {"model": {"generationConfig": {"contextWindowSize": service.context}}}
     return Setup(
         variables={
-            "OPENAI_BASE_URL": f"{service.url}/v1",
+            "OPENAI_BASE_URL": service.v1,
             "OPENAI_API_KEY": None,
             "OPENAI_MODEL": service.asked,
             "QWEN_CODE_API_TIMEOUT_MS": str(_HOUR_MS),
@@ -347,7 +318,7 @@ def configure_qwen(
             "QWEN_STREAM_MAX_LIFETIME_MS": str(_HOUR_MS),
         },
         arguments=tuple(word for pair in words for word in pair),
-        settings_variable=None if has_own else QWEN_SETTINGS,
+        settings_in=None if has_own else QWEN_SETTINGS,
         settings=length,
         by_hand="No variable tells Qwen Code the context length. In a settings file of it: "
         f"{json.dumps(length)}",
@@ -373,7 +344,7 @@ def configure_pi(service: Service, _: Invocation) -> Setup:
         "maxTokens": service.output,
     }
     provider = {
-        "baseUrl": f"{service.url}/v1",
+        "baseUrl": service.v1,
         "api": "openai-completions",
         "apiKey": f"${KEY_VARIABLE}",
         "models": [model],
@@ -396,7 +367,7 @@ _CLINE_PROVIDER = "openai-compatible"
 
 
 def configure_cline(service: Service, _: Invocation) -> Setup:
-    """Return the setup of Cline for `service`: a file of providers that has only this server.
+    """Return the setup of Cline: a file of providers that has only this server.
 
     By default Cline runs its sessions in a daemon, its hub, which outlives the client and has the
     environment of the client that started it. A hub that runs already would send the prompts to
@@ -407,7 +378,7 @@ def configure_cline(service: Service, _: Invocation) -> Setup:
         "provider": _CLINE_PROVIDER,
         "apiKey": service.credential,
         "model": service.asked,
-        "baseUrl": f"{service.url}/v1",
+        "baseUrl": service.v1,
         "contextWindow": service.context,
         "maxTokens": service.output,
     }
@@ -418,7 +389,7 @@ def configure_cline(service: Service, _: Invocation) -> Setup:
     }
     return Setup(
         variables={"CLINE_NO_AUTO_UPDATE": "1", **_NO_HUB},
-        settings_variable="CLINE_PROVIDER_SETTINGS_PATH",
+        settings_in="CLINE_PROVIDER_SETTINGS_PATH",
         settings={
             "version": 1,
             "lastUsedProvider": _CLINE_PROVIDER,
@@ -444,10 +415,10 @@ _OTHER_CREDENTIALS = (
 
 
 def configure_copilot(service: Service, _: Invocation) -> Setup:
-    """Return the setup of Copilot CLI for `service`. Source: `copilot help providers`."""
+    """Return the setup of Copilot CLI. Source: `copilot help providers`."""
     return Setup(
         variables={
-            "COPILOT_PROVIDER_BASE_URL": f"{service.url}/v1",
+            "COPILOT_PROVIDER_BASE_URL": service.v1,
             "COPILOT_PROVIDER_TYPE": "openai",
             "COPILOT_PROVIDER_WIRE_API": "completions",
             "COPILOT_PROVIDER_API_KEY": None,
@@ -465,7 +436,7 @@ _CONTINUE_FLAG = "--config"
 
 
 def configure_continue(service: Service, invocation: Invocation) -> Setup:
-    """Return the setup of Continue's CLI for `service`: a configuration that has only this server.
+    """Return the setup of Continue's CLI: a configuration that has only this server.
 
     It is not used if the user's own arguments have --config. The key is in a variable, which
     Continue puts in place of `${{ secrets.NAME }}`. Source: https://docs.continue.dev/reference.
@@ -474,7 +445,7 @@ def configure_continue(service: Service, invocation: Invocation) -> Setup:
         "name": "mlxcache",
         "provider": "openai",
         "model": service.asked,
-        "apiBase": f"{service.url}/v1",
+        "apiBase": service.v1,
         "apiKey": f"${{{{ secrets.{KEY_VARIABLE} }}}}",
         "roles": ["chat", "edit", "apply", "summarize"],
         "capabilities": ["tool_use"],
@@ -488,7 +459,7 @@ def configure_continue(service: Service, invocation: Invocation) -> Setup:
     has_own = has_flag(invocation.arguments, _CONTINUE_FLAG)
     return Setup(
         variables={KEY_VARIABLE: None},
-        settings_flag=None if has_own else _CONTINUE_FLAG,
+        settings_in=None if has_own else _CONTINUE_FLAG,
         settings=config,
         by_hand="No variable points Continue at a server. Write this to a file, and add "
         f"{_CONTINUE_FLAG} FILE to the command: {json.dumps(config)}",
@@ -499,7 +470,7 @@ def configure_continue(service: Service, invocation: Invocation) -> Setup:
 
 
 class ClientName(StrEnum):
-    """Name of a client on the command line."""
+    """Name of a client on the command line, which is also that of its program."""
 
     CLAUDE = "claude"
     OPENCODE = "opencode"
@@ -515,39 +486,79 @@ class ClientName(StrEnum):
 TAKES_SMALL = (ClientName.CLAUDE, ClientName.OPENCODE)
 """Clients to which a second, smaller model can be named, for titles and sub-agents."""
 
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """A coding agent and how to set it up.
+
+    `first_prompt` is the number of tokens of its first prompt, with the demo model
+    (docs/clients.md). `oldest` is the first version that was tested with this server, and `node`
+    the oldest Node.js with which npm installs it. A program that `prints_version` does nothing else
+    with --version. With the command `quiet`, or with one of the flags there, it prints nothing
+    before its reply, unless an argument begins with one of `loud`.
+    """
+
+    name: ClientName
+    title: str
+    install: str
+    first_prompt: int
+    good_for: str
+    configure: Callable[[Service, Invocation], Setup]
+    oldest: Version | None = None
+    node: str = ""
+    prints_version: bool = True
+    quiet: str | tuple[str, ...] = ()
+    loud: tuple[str, ...] = ()
+
+    @property
+    def about_first_prompt(self) -> str:
+        return f"about {round(self.first_prompt / 500) * 500:,} tokens"
+
+    def is_quiet(self, arguments: Sequence[str]) -> bool:
+        if isinstance(self.quiet, str):
+            quiet = [self.quiet] == [*arguments[:1]]
+        else:
+            quiet = has_flag(arguments, *self.quiet)
+        return quiet and not has_flag(arguments, *self.loud)
+
+
+_PRINT = ("-p", "--print")
+_PROMPT = ("-p", "--prompt")
+
 _CLIENTS = (
     Client(
-        "claude",
+        ClientName.CLAUDE,
         "Claude Code",
         "npm install -g @anthropic-ai/claude-code",
         18_041,
         "the most tools, sub-agents, plans; wants a model that calls tools well",
         configure_claude,
-        is_quiet=lambda arguments: (
-            _prints_only(arguments) and not any("stream-json" in one for one in arguments)
-        ),
+        quiet=_PRINT,
+        loud=("stream-json", "--output-format=stream-json"),
     ),
     Client(
-        "opencode",
+        ClientName.OPENCODE,
         "OpenCode",
         "npm install -g opencode-ai",
         10_485,
         "fewer tools and a short prompt: the first choice for small models and little memory",
         configure_opencode,
-        is_quiet=lambda arguments: "run" in arguments[:1] and "--format" not in arguments,
+        quiet="run",
+        loud=("--format",),
     ),
     Client(
-        "codex",
+        ClientName.CODEX,
         "Codex",
         "npm install -g @openai/codex",
         12_992,
         "a shell and a patch tool",
         configure_codex,
         Version("0.94.0"),
-        is_quiet=lambda arguments: "exec" in arguments[:1] and "--json" not in arguments,
+        quiet="exec",
+        loud=("--json",),
     ),
     Client(
-        "qwen",
+        ClientName.QWEN,
         "Qwen Code",
         "npm install -g @qwen-code/qwen-code",
         21_099,
@@ -555,13 +566,11 @@ _CLIENTS = (
         configure_qwen,
         Version("0.24.4"),
         node="22",
-        is_quiet=lambda arguments: (
-            has_flag(arguments, "-p", "--prompt")
-            and not has_flag(arguments, "-i", "--prompt-interactive", "-o", "--output-format")
-        ),
+        quiet=_PROMPT,
+        loud=("-i", "--prompt-interactive", "-o", "--output-format"),
     ),
     Client(
-        "pi",
+        ClientName.PI,
         "pi",
         "npm install -g @earendil-works/pi-coding-agent",
         2_062,
@@ -569,10 +578,11 @@ _CLIENTS = (
         configure_pi,
         Version("0.87.1"),
         node="22.19",
-        is_quiet=lambda arguments: _prints_only(arguments) and not has_flag(arguments, "--mode"),
+        quiet=_PRINT,
+        loud=("--mode",),
     ),
     Client(
-        "cline",
+        ClientName.CLINE,
         "Cline",
         "npm install -g cline",
         8_221,
@@ -581,29 +591,28 @@ _CLIENTS = (
         Version("3.0.65"),
     ),
     Client(
-        "copilot",
+        ClientName.COPILOT,
         "Copilot CLI",
         "npm install -g @github/copilot",
         17_830,
         "GitHub's agent, here without an account",
         configure_copilot,
         Version("1.0.102"),
-        is_quiet=lambda arguments: (
-            has_flag(arguments, "-p", "--prompt") and not has_flag(arguments, "--output-format")
-        ),
+        quiet=_PROMPT,
+        loud=("--output-format",),
     ),
     Client(
-        "cn",
+        ClientName.CONTINUE,
         "Continue",
         "npm install -g @continuedev/cli",
         2_612,
         "a short prompt with files, a shell and a checklist",
         configure_continue,
         Version("1.5.47"),
-        is_quiet=_prints_only,
+        quiet=_PRINT,
     ),
     Client(
-        "anyclaude",
+        ClientName.ANYCLAUDE,
         "anyclaude",
         "git clone https://github.com/akaszubski/anyclaude-local && cd anyclaude-local && "
         "npm install && npm run install:global",
@@ -614,4 +623,4 @@ _CLIENTS = (
     ),
 )
 
-CLIENTS = {ClientName(one.name): one for one in _CLIENTS}
+CLIENTS = {one.name: one for one in _CLIENTS}

@@ -38,7 +38,6 @@ from mlxcache.cli.launch.processes import (
     query_server,
     remove_abandoned_settings,
     run_client,
-    server_answers,
     start_server,
     wait_until_ready,
     was_asked,
@@ -65,8 +64,7 @@ class Launch:
 
     `settings` are those of the server to start if none runs. `url` is the address of the server
     that was found or is to be started, and `running` tells whether an mlxcache server answers
-    there. `url` changes when a server is started on a free port, and `running` if another command
-    starts a server first. `small` names the model for titles and sub-agents.
+    there.
     """
 
     def __init__(
@@ -86,8 +84,14 @@ class Launch:
         self.key = next(iter(read_keys(self.settings).values), None)
         local = base_url(self.settings.host, self.settings.port)
         self.url = str(asked) if self._elsewhere else local
-        self.running = False
-        self._find()
+        # port 0 asks for a server of its own on any free port, where none can answer yet
+        may_answer = bool(self._elsewhere or self.settings.port)
+        self.running = may_answer and Remote(self.url).answers()
+        fixed = self._elsewhere or any(self._flags.get(one) for one in ("host", "port", "model"))
+        if not self.running and not fixed:
+            urls = (one.url for one in servers(self.settings.cache_dir))
+            if (found := next((one for one in urls if Remote(one).answers()), None)) is not None:
+                self.url, self.running = found, True
 
     def choose(self) -> ClientName:
         """Show the menu and return the client that the user chose. Raises ConfigError."""
@@ -96,10 +100,9 @@ class Launch:
         return choose_client(found, default.model, default.context)
 
     def run(self, name: ClientName, arguments: list[str], *, stop_after: bool) -> int:
-        """Run the client and return its exit status. Blocks until it ends.
+        """Run the client and return its exit status, after starting a server if none runs.
 
-        If no server runs, one is started first; with `stop_after`, it is stopped when the client
-        ends. Raises MlxcacheError if the client or the server cannot be started.
+        Blocks until the client ends. Raises MlxcacheError if one of them cannot be started.
         """
         self._check_small(name)
         invocation, client = _invocation(name, arguments), CLIENTS[name]
@@ -110,7 +113,7 @@ class Launch:
             service, started = self._served(signals)
             try:
                 setup = client.configure(service, invocation)
-                self._announce(client, invocation, service, new=started is not None)
+                _announce(client, invocation, service, new=started is not None)
                 with watching(service, quiet=client.is_quiet(arguments)):
                     status = run_client(invocation, setup, service, signals)
             except BaseException:
@@ -119,35 +122,8 @@ class Launch:
                     started.stop()
                 raise
             if started is not None:
-                self._leave(started, service, status, stop_after=stop_after)
+                _leave(started, service, status, stop_after=stop_after)
             return status
-
-    def _announce(
-        self, client: Client, invocation: Invocation, service: Service, *, new: bool
-    ) -> None:
-        if own_sources(invocation.cwd):
-            _say(
-                f"{client.title} works on the sources of mlxcache, in {invocation.cwd}. "
-                f"For another project: cd YOUR-PROJECT, then {own_command()} launch {client.name}"
-            )
-        if new and not client.is_quiet(invocation.arguments):
-            _say(
-                f"Its first prompt ({client.about_first_prompt} with the demo model) is read once. "
-                f"How far it is: {service.url}/dashboard"
-            )
-
-    def _leave(
-        self, started: StartedServer, service: Service, status: int, *, stop_after: bool
-    ) -> None:
-        """Stop the started server, also if the client failed unasked, or print how to stop it."""
-        unused = status != 0 and not was_asked(service)
-        if unused and not stop_after:
-            _say(f"The client sent no request and ended with {status}: stopping its server.")
-        if unused or stop_after:
-            started.stop()
-            return
-        pid = started.process.pid
-        _say(f"The server keeps running at {service.url}. To stop it: kill {pid}")
 
     def print_env(self, name: ClientName, arguments: list[str], *, as_json: bool) -> None:
         """Print the client's variables and command, as shell lines or JSON, and start nothing.
@@ -172,26 +148,12 @@ class Launch:
         print("\n".join(shell_lines(setup, service, invocation.environ)))
         command = shlex.join([invocation.program.name, *setup.arguments, *invocation.arguments])
         _say(f"The command to run with them: {command}")
-        if setup.settings_flag is not None and setup.by_hand is None:
+        if setup.settings_in is not None and setup.by_hand is None:
             names = ", ".join(setup.settings["env"])
             _say(
                 f"Your settings of {name.value} set {names} too and override these variables; "
                 "without --print-env, launch overrides your settings."
             )
-
-    def _find(self) -> None:
-        """Look for a running server at `url`, then among those listed in the cache folder.
-
-        The latter only if the user gave neither an address nor --model.
-        """
-        # port 0 asks for a server of its own on any free port, where none can answer yet
-        self.running = bool(self._elsewhere or self.settings.port) and server_answers(self.url)
-        fixed = self._elsewhere or any(self._flags.get(one) for one in ("host", "port", "model"))
-        if not self.running and not fixed:
-            for one in servers(self.settings.cache_dir):
-                if server_answers(one.url):
-                    self.url, self.running = one.url, True
-                    break
 
     def _served(self, signals: Sequence[int]) -> tuple[Service, StartedServer | None]:
         """Return a ready server, and its process if it was started here. Blocks.
@@ -213,11 +175,7 @@ class Launch:
         return service, None
 
     def _start(self) -> StartedServer:
-        """Start a server in the background, without waiting until it is ready.
-
-        Raises OtherServerStarted if an mlxcache server has taken the port, and MlxcacheError if the
-        server cannot be started.
-        """
+        """Start a server in the background, without waiting until it is ready."""
         if self._elsewhere:
             raise MlxcacheError(
                 f"Nothing answers at {self.url}. launch starts servers on this machine only."
@@ -231,7 +189,7 @@ class Launch:
             settings = replace(settings, port=int(flags["port"]))
             self.url = base_url(settings.host, settings.port)
         elif is_taken(settings.host, settings.port):
-            if server_answers(self.url):
+            if Remote(self.url).answers():
                 raise OtherServerStarted(self.url)
             raise PortTaken(settings.host, settings.port)
         environ = dict(os.environ)
@@ -254,8 +212,8 @@ class Launch:
     def _choose_models(self, service: Service, started: StartedServer | None = None) -> Service:
         """Return `service`, a ready server, with the models that the user asked for.
 
-        The first `--model` is the client's model, unless the server was `started` with it. Raises
-        MlxcacheError for a model that is not served, and stops a started server then.
+        The first `--model` is the client's model, unless the server was `started` with it, which is
+        stopped if a model is not served.
         """
         remote = Remote(service.url, self.key)
         named = started is None and self._flags.get("model")
@@ -263,7 +221,15 @@ class Launch:
             models = remote.models() if self._small or named else []
             if named:
                 service = self._with_named(service, models, remote)
-            return self._with_small(service, models)
+            if self._small is None:
+                return service
+            if (found := _find_served(models, (self._small,))) is None:
+                names = ", ".join(str(one["id"]) for one in models)
+                raise MlxcacheError(
+                    f"The server at {service.url} has no model {self._small!r} for --small-model; "
+                    f"its models are {names}."
+                )
+            return replace(service, small=str(found["id"]))
         except MlxcacheError:
             if started is not None:
                 started.stop()
@@ -293,18 +259,6 @@ class Launch:
         name = str(model["id"])
         return replace(service, model=name, asked=name, context=int(model["context_length"]))
 
-    def _with_small(self, service: Service, models: Sequence[Mapping[str, Any]]) -> Service:
-        if self._small is None:
-            return service
-        found = _find_served(models, (self._small,))
-        if found is None:
-            names = ", ".join(str(one["id"]) for one in models)
-            raise MlxcacheError(
-                f"The server at {service.url} has no model {self._small!r} for --small-model; its "
-                f"models are {names}."
-            )
-        return replace(service, small=str(found["id"]))
-
     def _expected(self) -> Service:
         """Describe the server that would be started, from the settings and the model's files."""
         settings = self.settings.for_request(None)
@@ -325,6 +279,31 @@ class Launch:
         )
         info = examine(spec, settings.kv_bits).info
         return Service(self.url, info.id, info.context_length, self.key, small=self._small)
+
+
+def _announce(client: Client, invocation: Invocation, service: Service, *, new: bool) -> None:
+    if own_sources(invocation.cwd):
+        _say(
+            f"{client.title} works on the sources of mlxcache, in {invocation.cwd}. "
+            f"For another project: cd YOUR-PROJECT, then {own_command()} launch {client.name}"
+        )
+    if new and not client.is_quiet(invocation.arguments):
+        _say(
+            f"Its first prompt ({client.about_first_prompt} with the demo model) is read once. "
+            f"How far it is: {service.url}/dashboard"
+        )
+
+
+def _leave(started: StartedServer, service: Service, status: int, *, stop_after: bool) -> None:
+    """Stop the started server, also if the client failed unasked, or print how to stop it."""
+    unused = status != 0 and not was_asked(service)
+    if unused and not stop_after:
+        _say(f"The client sent no request and ended with {status}: stopping its server.")
+    if unused or stop_after:
+        started.stop()
+    else:
+        pid = started.process.pid
+        _say(f"The server keeps running at {service.url}. To stop it: kill {pid}")
 
 
 def _find_served(
@@ -431,7 +410,7 @@ def choose_client(found: Service | None, model: str | None, context: int | None)
     """Print the menu and return the client that the user chooses. Blocks for the answer.
 
     `found` is the running server, else the one to start has `model` (None for the demo) and
-    `context`. Raises ConfigError without a terminal, or if the input ends.
+    `context`.
     """
     usage = f"run mlxcache launch CLIENT, where CLIENT is {' or '.join(CLIENTS)}"
     if not can_ask():

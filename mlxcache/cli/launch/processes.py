@@ -15,15 +15,15 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from types import FrameType
 from typing import Any, BinaryIO, TextIO
 from urllib.parse import urlsplit
 
-import httpx
 import psutil
 from packaging.version import Version
 
@@ -33,7 +33,7 @@ from mlxcache.cli.listen import IN_USE, listens
 from mlxcache.cli.log import LongReadings, Reading, describe
 from mlxcache.cli.output import console
 from mlxcache.cli.progress import loading_bar
-from mlxcache.cli.remote import ANSWER_S, NoServer, Remote, proxied
+from mlxcache.cli.remote import ANSWER_S, NoServer, Refused, Remote
 from mlxcache.config import Settings
 from mlxcache.errors import MlxcacheError
 from mlxcache.private import create, make_folder
@@ -51,11 +51,6 @@ _LOADING_LINE = re.compile(r"(?P<what>.*?)(?: (?P<percent>\d{1,3})%)?")
 # -- a server that runs ------------------------------------------------------------------------
 
 
-def server_answers(url: str) -> bool:
-    """Return whether an mlxcache server answers at `url`, even if its model is still loading."""
-    return Remote(url).health() is not None
-
-
 def query_server(url: str, key: str | None) -> Service | None:
     """Return the server at `url` with its default model; None while it loads the model. Blocks.
 
@@ -63,27 +58,20 @@ def query_server(url: str, key: str | None) -> Service | None:
     requires another key. The key is sent only after the program there has answered as an mlxcache
     server.
     """
-    if not server_answers(url):
+    remote = Remote(url, key)
+    if not remote.answers():
         raise NoServer(f"Nothing answers at {url}, or it is not an mlxcache server.")
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
-        response = httpx.get(
-            f"{url}/v1/models", headers=headers, timeout=ANSWER_S, trust_env=proxied(url)
-        )
-    except httpx.HTTPError as error:
-        raise NoServer(f"Nothing answers at {url}: {error}.") from error
-    if response.status_code == 503:
-        return None
-    if response.status_code == 401:
-        raise MlxcacheError(
-            f"The server at {url} requires a key: give it with --api-key, or in MLXCACHE_API_KEY."
-        )
-    if response.is_error:
-        message = f"status {response.status_code}."
-        with suppress(ValueError, KeyError, TypeError):
-            message = str(response.json()["error"]["message"])
-        raise MlxcacheError(f"The server at {url} cannot serve: {message}")
-    (model, *_) = response.json()["data"]
+        (model, *_) = remote.models(timeout=ANSWER_S)
+    except Refused as error:
+        if error.status == HTTPStatus.SERVICE_UNAVAILABLE:
+            return None
+        if error.status == HTTPStatus.UNAUTHORIZED:
+            raise MlxcacheError(
+                f"The server at {url} requires a key: give it with --api-key, or in "
+                "MLXCACHE_API_KEY."
+            ) from error
+        raise MlxcacheError(f"The server at {url} cannot serve: {error}") from error
     return Service(url, str(model["id"]), int(model["context_length"]), key)
 
 
@@ -238,7 +226,7 @@ def wait_until_ready(
 
 def _query_started(key: str | None, started: StartedServer) -> Service | None:
     if started.ended:
-        if any(IN_USE in line for line in started.tail()) and server_answers(started.url):
+        if any(IN_USE in line for line in started.tail()) and Remote(started.url).answers():
             raise OtherServerStarted(started.url)
         raise started.failure()
     if not started.listens():
@@ -323,6 +311,17 @@ def _version_output(client: Client, invocation: Invocation) -> str:
 
 
 _FORWARDED = (signal.SIGTERM, signal.SIGHUP)
+Handler = Callable[[int, FrameType | None], None]
+
+
+@contextmanager
+def _handling(handlers: Mapping[int, Handler]) -> Iterator[None]:
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager
@@ -332,20 +331,10 @@ def deferred_signals() -> Iterator[list[int]]:
     The command can then stop a server that it is starting. Ignored signals stay ignored.
     """
     received: list[int] = []
-
-    def collect(number: int, _: FrameType | None) -> None:
-        received.append(number)
-
-    before = {
-        number: signal.signal(number, collect)
-        for number in (*_FORWARDED, signal.SIGINT)
-        if signal.getsignal(number) != signal.SIG_IGN
-    }
-    try:
+    numbers = (*_FORWARDED, signal.SIGINT)
+    heeded = [one for one in numbers if signal.getsignal(one) != signal.SIG_IGN]
+    with _handling(dict.fromkeys(heeded, lambda number, _: received.append(number))):
         yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def run_client(
@@ -360,14 +349,14 @@ def run_client(
     environment = setup.environment(service, invocation.environ)
     environment["PWD"] = _working_folder(environment.get("PWD"), invocation.cwd)
     arguments = (*setup.arguments, *invocation.arguments)
-    words = [str(invocation.program)]
-    if setup.settings_flag is None and setup.settings_variable is None:
+    words, taker = [str(invocation.program)], setup.settings_in
+    if taker is None:
         return run_process([*words, *arguments], environment, early)
     with _settings_file(setup.settings) as (path, lock):
-        if setup.settings_variable is not None:
-            environment[setup.settings_variable] = str(path)
-        if setup.settings_flag is not None:
-            words += [setup.settings_flag, str(path)]
+        if taker.startswith("-"):
+            words += [taker, str(path)]
+        else:
+            environment[taker] = str(path)
         return run_process([*words, *arguments], environment, early, (lock,))
 
 
@@ -399,21 +388,17 @@ def run_process(
         for process in running:
             process.send_signal(number)
 
-    def ignore(_: int, __: FrameType | None) -> None:
-        """Ignore Ctrl-C, which the terminal also sends to the client."""
-
-    before = {number: signal.signal(number, forward) for number in _FORWARDED}
-    before[signal.SIGINT] = signal.signal(signal.SIGINT, ignore)
+    # a handler and not SIG_IGN, which the client would inherit
+    handlers: dict[int, Handler] = dict.fromkeys(_FORWARDED, forward)
+    handlers[signal.SIGINT] = lambda *_: None  # the terminal sends Ctrl-C to the client too
     try:
-        running.append(subprocess.Popen(words, env=environment, pass_fds=descriptors))
-        for number in (*early, *missed):  # received before the process existed
-            running[0].send_signal(number)
-        status = running[0].wait()
+        with _handling(handlers):
+            running.append(subprocess.Popen(words, env=environment, pass_fds=descriptors))
+            for number in (*early, *missed):  # received before the process existed
+                running[0].send_signal(number)
+            status = running[0].wait()
     except OSError as error:
         raise MlxcacheError(f"{words[0]} cannot be run: {error.strerror}.") from error
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
     return 128 - status if status < 0 else status
 
 

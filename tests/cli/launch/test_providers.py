@@ -68,7 +68,7 @@ def test_qwen_code_gets_variables_and_a_file_with_the_context(tmp_path: Path) ->
     assert setup.values(SERVICE)["OPENAI_API_KEY"] == "a key"
     assert setup.settings == {"model": {"generationConfig": {"contextWindowSize": 40_000}}}
     assert int(setup.variables["QWEN_STREAM_MAX_LIFETIME_MS"] or 0) > 900_000
-    if configure_qwen(SERVICE, invoked(tmp_path)).settings_variable is None:
+    if configure_qwen(SERVICE, invoked(tmp_path)).settings_in is None:
         pytest.skip("this machine has settings of Qwen Code")
     ran = Ran(ClientName.QWEN, tmp_path)
     assert json.loads(ran.settings.read_text()) == setup.settings
@@ -78,10 +78,10 @@ def test_qwen_code_gets_variables_and_a_file_with_the_context(tmp_path: Path) ->
 def test_settings_of_a_whole_machine_are_not_replaced(tmp_path: Path) -> None:
     """Neither those in its folder nor those that a variable names."""
     own = invoked(tmp_path, **{QWEN_SETTINGS: "/their/settings.json"})
-    assert configure_qwen(SERVICE, own, machine=()).settings_variable is None
-    assert configure_qwen(SERVICE, invoked(tmp_path), (tmp_path,)).settings_variable is None
+    assert configure_qwen(SERVICE, own, machine=()).settings_in is None
+    assert configure_qwen(SERVICE, invoked(tmp_path), (tmp_path,)).settings_in is None
     setup = configure_qwen(SERVICE, invoked(tmp_path), (tmp_path / "no",))
-    assert setup.settings_variable == QWEN_SETTINGS
+    assert setup.settings_in == QWEN_SETTINGS
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ def test_continue_gets_a_configuration_for_one_run(tmp_path: Path) -> None:
     assert model["defaultCompletionOptions"]["maxTokens"] == 10_000
     assert SERVICE.credential not in text
     own = configure_continue(SERVICE, invoked(tmp_path, "--config", "theirs.yaml"))
-    assert own.settings_flag is None
+    assert own.settings_in is None
 
 
 @pytest.mark.parametrize(

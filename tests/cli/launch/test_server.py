@@ -24,6 +24,7 @@ from typer.testing import CliRunner, Result
 from mlxcache.cli.launch import launching
 from mlxcache.cli.launch.processes import StartedServer, find_free_port, open_log
 from mlxcache.cli.main import app
+from mlxcache.cli.remote import Remote
 from mlxcache.store.lock import serving
 from tests.served import Served, default_signals, served
 
@@ -246,7 +247,7 @@ def test_a_server_elsewhere_is_asked_also_where_the_port_is_0(
     """Port 0 is for a server that is started on this machine."""
     monkeypatch.setenv("MLXCACHE_PORT", "0")
     url = "https://mac.example"
-    monkeypatch.setattr(launching, "server_answers", lambda asked: asked == url)
+    monkeypatch.setattr(Remote, "answers", lambda self: self.url == url)
     assert launching.Launch({}, None, url).running
     assert not launching.Launch({}, None, None).running
 
