@@ -20,17 +20,9 @@ from mlxcache.api.errors import build_anthropic_error
 from mlxcache.api.exchange import Exchange
 from mlxcache.errors import BadRequest
 from mlxcache.types import Finished, Job, Piece, ToolChoice
+from mlxcache.wire import anthropic_reply as reply
 from mlxcache.wire import anthropic_request as wire
 from mlxcache.wire import anthropic_types as types
-from mlxcache.wire.anthropic_reply import (
-    ContentBlocks,
-    StreamEvent,
-    begin_message,
-    count_prompt,
-    count_usage,
-    edit_fields,
-    end_fields,
-)
 from mlxcache.wire.reply import finished_or_raise
 from mlxcache.wire.titles import title_from_messages
 
@@ -54,7 +46,9 @@ async def count_tokens(deps: http.Deps, request: Request) -> Response:
     stop = tuple(body.stop_sequences or ())
     session = http.read_session_label(request.headers, _session(body))
     prompt = await own.engine.render(chat, session=session, stop=stop)
-    return http.json_response(count_prompt(prompt, edited=body.context_management is not None))
+    return http.json_response(
+        reply.count_prompt(prompt, edited=body.context_management is not None)
+    )
 
 
 def _session(body: types.Conversation) -> str | None:
@@ -70,7 +64,7 @@ class MessageExchange(Exchange):
     def __init__(self, deps: http.Deps, request: Request, body: types.Request):
         super().__init__(deps, request, "messages", body, _session(body))
         self._body = body
-        self._blocks = ContentBlocks(show_thinking=wire.shows_thinking(body))
+        self._blocks = reply.ContentBlocks(show_thinking=wire.shows_thinking(body))
 
     async def jobs(self) -> list[Job]:
         body = self._body
@@ -109,7 +103,7 @@ class MessageExchange(Exchange):
         free = replace(asked, tools=None, tool_choice=ToolChoice(), format=None)
         last = await run_warming(self.deps.engine, replace(free, thinking_budget=None))
         begun = self._begin(last.cached_tokens)
-        return begun | {"stop_reason": "max_tokens"} | edit_fields(self._body)
+        return begun | {"stop_reason": "max_tokens"} | reply.edit_fields(self._body)
 
     async def whole(self) -> dict[str, Any]:
         last: Finished | None = None
@@ -122,7 +116,7 @@ class MessageExchange(Exchange):
         self._blocks.close()
         begun = self._begin(last.cached_tokens, last.generated_tokens)
         content = {"content": self._blocks.content}
-        return begun | content | self._end(last) | edit_fields(self._body)
+        return begun | content | self._end(last) | reply.edit_fields(self._body)
 
     async def events(self) -> sse.Events:
         cached = self.admitted.cached_tokens if self.admitted else 0
@@ -138,9 +132,9 @@ class MessageExchange(Exchange):
         last = finished_or_raise(last)
         for item in self._blocks.close():
             yield _event(item)
-        usage = count_usage(self._job.prompt, last.cached_tokens, last.generated_tokens)
+        usage = reply.count_usage(self._job.prompt, last.cached_tokens, last.generated_tokens)
         ended = {"type": "message_delta", "delta": self._end(last), "usage": usage}
-        yield _event(ended | edit_fields(self._body))
+        yield _event(ended | reply.edit_fields(self._body))
         yield _event({"type": "message_stop"})
 
     def ping(self) -> ServerSentEvent:
@@ -151,15 +145,15 @@ class MessageExchange(Exchange):
 
     def _begin(self, cached: int, generated: int = 0) -> dict[str, Any]:
         id = "msg_" + self.arrival.id.removeprefix("req_")
-        usage = count_usage(self._job.prompt, cached, generated)
-        return begin_message(id, self._body.model, usage)
+        usage = reply.count_usage(self._job.prompt, cached, generated)
+        return reply.begin_message(id, self._body.model, usage)
 
     def _end(self, last: Finished) -> dict[str, Any]:
         whole = self._job.format is not None or self._job.tool_choice.required
-        return end_fields(last, whole=whole)
+        return reply.end_fields(last, whole=whole)
 
 
-def _event(data: StreamEvent) -> ServerSentEvent:
+def _event(data: reply.StreamEvent) -> ServerSentEvent:
     return sse.make_event(data, name=data["type"])
 
 

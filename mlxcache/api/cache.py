@@ -11,18 +11,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mlxcache.api.http import (
-    Deps,
-    get_request_id,
-    json_response,
-    make_request_id,
-    read_body,
-    read_number,
-    read_word,
-    refuse_owners,
-    require_model,
-    while_connected,
-)
+from mlxcache.api import http
 from mlxcache.api.sessions import DEFAULT_SESSIONS, require_sessions
 from mlxcache.common_prefix import common_length
 from mlxcache.errors import BadRequest
@@ -42,29 +31,29 @@ DEFAULT_NODES, MAX_NODES = 200, 1000
 MAX_SESSIONS = 1000
 
 
-async def read_figures(deps: Deps, request: Request) -> Response:
+async def read_figures(deps: http.Deps, request: Request) -> Response:
     """Return figures of RAM, disk and the prefix tree, and of requests since the server started."""
     # In a thread: the figures of the disk wait for its lock.
-    return json_response(await asyncio.to_thread(deps.models.figures))
+    return http.json_response(await asyncio.to_thread(deps.models.figures))
 
 
 # -- warming ---------------------------------------------------------------------------------
 
 
-async def warm_prefix(deps: Deps, request: Request) -> Response:
+async def warm_prefix(deps: http.Deps, request: Request) -> Response:
     """Compute a prefix ahead of its first use.
 
     The body is a chat request of any API, or a system prompt as plain text. The model is the one
     that the request names, as for any request.
     """
-    body = await read_body(request, deps.settings.max_body_bytes)
-    require_model(deps)
+    body = await http.read_body(request, deps.settings.max_body_bytes)
+    http.require_model(deps)
 
     async def work() -> dict[str, Any]:
         own = await deps.of(requested_model(body))
-        return await warm(own.engine, body, get_request_id(request))
+        return await warm(own.engine, body, http.get_request_id(request))
 
-    return json_response(await while_connected(request, work()))
+    return http.json_response(await http.while_connected(request, work()))
 
 
 async def warm(engine: Engine, body: bytes, id: str | None = None) -> dict[str, Any]:
@@ -77,7 +66,7 @@ async def warm(engine: Engine, body: bytes, id: str | None = None) -> dict[str, 
     images = engine.info is not None and engine.info.has_images
     prompts = [await engine.render(chat) for chat in chats_to_warm(body, images=images)]
     prompt = prompts[0] if len(prompts) == 1 else _common_prefix(*prompts)
-    last = await run_warming(engine, Job(id or make_request_id(), prompt))
+    last = await run_warming(engine, Job(id or http.make_request_id(), prompt))
     return {
         "object": "cache.warmed",
         "prompt_tokens": last.prompt_tokens,
@@ -117,52 +106,52 @@ _ALL_FILES = (
 )
 
 
-async def check(deps: Deps, request: Request) -> Response:
+async def check(deps: http.Deps, request: Request) -> Response:
     """Read all files of the cache on disk and list the problems found.
 
     Each has the `path` of a file or folder, and `what` is wrong with it.
     """
-    refuse_owners(_ALL_FILES)
+    http.refuse_owners(_ALL_FILES)
     problems = await require_sessions(deps).check()
     data = [{"path": str(one.path), "what": one.what} for one in problems]
-    return json_response({"object": "list", "data": data})
+    return http.json_response({"object": "list", "data": data})
 
 
-async def prune(deps: Deps, request: Request) -> Response:
+async def prune(deps: http.Deps, request: Request) -> Response:
     """Read all files of the cache on disk and remove damaged ones.
 
     With `?limit_bytes=`, also evict files until the cache takes at most that many bytes on disk:
     those used least often and longest ago first, pinned ones last.
     """
-    refuse_owners(_ALL_FILES)
+    http.refuse_owners(_ALL_FILES)
     has_limit = "limit_bytes" in request.query_params
-    limit = read_number(request, "limit_bytes", 0) if has_limit else None
+    limit = http.read_number(request, "limit_bytes", 0) if has_limit else None
     freed = await require_sessions(deps).prune(limit)
-    return json_response({"object": "cache.pruned", "freed_bytes": freed})
+    return http.json_response({"object": "cache.pruned", "freed_bytes": freed})
 
 
-async def clear(deps: Deps, request: Request) -> Response:
+async def clear(deps: http.Deps, request: Request) -> Response:
     """Remove all sessions and their KV; pinned sessions stay on disk unless `?pinned=true`.
 
     On a server with several keys, only the sessions of the request's key and their KV are removed.
     """
-    pinned = read_word(request, "pinned", "false", ("true", "false")) == "true"
+    pinned = http.read_word(request, "pinned", "false", ("true", "false")) == "true"
     cleared = await require_sessions(deps).clear(pinned=pinned)
-    return json_response({"object": "cache.cleared", **cleared})
+    return http.json_response({"object": "cache.cleared", **cleared})
 
 
 # -- prefix tree -----------------------------------------------------------------------------
 
 
-async def tree(deps: Deps, request: Request) -> Response:
+async def tree(deps: http.Deps, request: Request) -> Response:
     """Show the prefix tree of the `?limit=` most recent sessions, in at most `?nodes=` nodes.
 
     Both are from 1 to 1,000. The defaults are 100 sessions and 200 nodes.
     """
     sessions = require_sessions(deps)
-    limit = read_number(request, "limit", DEFAULT_SESSIONS, MAX_SESSIONS)
-    nodes = read_number(request, "nodes", DEFAULT_NODES, MAX_NODES)
-    return json_response(await build_tree(sessions, await sessions.list(limit), nodes))
+    limit = http.read_number(request, "limit", DEFAULT_SESSIONS, MAX_SESSIONS)
+    nodes = http.read_number(request, "nodes", DEFAULT_NODES, MAX_NODES)
+    return http.json_response(await build_tree(sessions, await sessions.list(limit), nodes))
 
 
 async def build_tree(

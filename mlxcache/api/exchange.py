@@ -20,16 +20,7 @@ from sse_starlette.event import ServerSentEvent
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mlxcache.api.http import (
-    Deps,
-    get_request_id,
-    is_retry,
-    json_response,
-    read_client_name,
-    read_session_label,
-    read_time_limit,
-    while_connected,
-)
+from mlxcache.api import http
 from mlxcache.api.sse import Events, EventStream
 from mlxcache.errors import MlxcacheError, NotReady
 from mlxcache.owner import OWNER
@@ -53,7 +44,7 @@ class Exchange(ABC):
 
     def __init__(
         self,
-        deps: Deps,
+        deps: http.Deps,
         request: Request,
         api: str,
         asked: anthropic_types.Request | Generation,
@@ -64,14 +55,14 @@ class Exchange(ABC):
         self.streams: list[Stream] = []
         self.admitted: Admitted | None = None
         self.arrival = Arrival(
-            get_request_id(request),
+            http.get_request_id(request),
             api,
-            read_session_label(headers, session),
-            read_client_name(headers),
+            http.read_session_label(headers, session),
+            http.read_client_name(headers),
             OWNER.get(),
-            read_time_limit(headers),
+            http.read_time_limit(headers),
         )
-        self._request, self._asked, self._retry = request, asked, is_retry(headers)
+        self._request, self._asked, self._retry = request, asked, http.is_retry(headers)
 
     # -- the form of an API ------------------------------------------------------------------
 
@@ -124,9 +115,11 @@ class Exchange(ABC):
         there or in wait for the first load of the model.
         """
         if not self._asked.stream:
-            return json_response(await while_connected(self._request, self._answer_whole()))
+            return http.json_response(
+                await http.while_connected(self._request, self._answer_whole())
+            )
         submitted = asyncio.ensure_future(self.submit())
-        await while_connected(self._request, self._wait_until_late(submitted))
+        await http.while_connected(self._request, self._wait_until_late(submitted))
         return EventStream(
             self._send(submitted),
             self.deps.settings,

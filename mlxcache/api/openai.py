@@ -14,22 +14,14 @@ from sse_starlette.event import ServerSentEvent
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mlxcache.api import http
 from mlxcache.api.errors import build_openai_error
 from mlxcache.api.exchange import Exchange, merge
-from mlxcache.api.http import Deps, accepts_images, read_json, require_model
 from mlxcache.api.sse import Events, make_comment, make_event, make_raw_event
 from mlxcache.errors import BadRequest
 from mlxcache.types import Admitted, Event, Job, Progress, Prompt
+from mlxcache.wire import openai_reply as reply
 from mlxcache.wire import openai_request as wire
-from mlxcache.wire.openai_reply import (
-    ChatChunks,
-    Chunks,
-    Envelope,
-    TextChunks,
-    chat_completion,
-    text_completion,
-    usage_chunk,
-)
 from mlxcache.wire.openai_types import ChatRequest, Generation, TextRequest
 from mlxcache.wire.reply import WholeReply, gather_reply
 from mlxcache.wire.titles import title_from_messages, title_from_text
@@ -38,16 +30,16 @@ TEXT_MAX_TOKENS = 16
 """OpenAI's default limit for a text completion."""
 
 
-async def chat_completions(deps: Deps, request: Request) -> Response:
+async def chat_completions(deps: http.Deps, request: Request) -> Response:
     """Generate a reply to a conversation."""
-    body = await read_json(request, ChatRequest, deps)
+    body = await http.read_json(request, ChatRequest, deps)
     wire.check_supported(body)
     return await ChatExchange(deps, request, body).answer()
 
 
-async def completions(deps: Deps, request: Request) -> Response:
+async def completions(deps: http.Deps, request: Request) -> Response:
     """Continue a prompt given as text or as token ids, without a chat template."""
-    body = await read_json(request, TextRequest, deps)
+    body = await http.read_json(request, TextRequest, deps)
     wire.check_supported(body)
     return await TextExchange(deps, request, body).answer()
 
@@ -90,17 +82,17 @@ class Completions(Exchange):
     id_prefix: ClassVar[str]
     object: ClassVar[str]
     chunk_object: ClassVar[str]
-    chunks: ClassVar[type[Chunks]]
-    _envelope: Envelope
+    chunks: ClassVar[type[reply.Chunks]]
+    _envelope: reply.Envelope
 
-    def __init__(self, deps: Deps, request: Request, api: str, body: Generation):
+    def __init__(self, deps: http.Deps, request: Request, api: str, body: Generation):
         super().__init__(deps, request, api, body, body.prompt_cache_key)
         self._generation = body
         self._progress = ReplyProgress(lambda: deps.models.find(body.model).load_share)
 
     @staticmethod
     @abstractmethod
-    def write(replies: Sequence[WholeReply], envelope: Envelope) -> dict[str, Any]:
+    def write(replies: Sequence[WholeReply], envelope: reply.Envelope) -> dict[str, Any]:
         """Return the body of a response with finished replies."""
 
     def choices(self, jobs: Sequence[Job], **more: Any) -> list[Job]:
@@ -112,9 +104,9 @@ class Completions(Exchange):
         """
         body, n = self._generation, wire.read_choices(self._generation)
         usage = bool(body.stream_options and body.stream_options.include_usage)
-        self._envelope = Envelope(
+        self._envelope = reply.Envelope(
             self.arrival.id.replace("req_", self.id_prefix),
-            body.model or require_model(self.deps).id,
+            body.model or http.require_model(self.deps).id,
             self.chunk_object if body.stream else self.object,
             logprobs=wire.wants_logprobs(body),
             include_usage=usage,
@@ -147,7 +139,7 @@ class Completions(Exchange):
                 progress.update(item)
                 for chunk in chunks[index].feed(item):
                     yield make_event(chunk)
-        usage = usage_chunk(envelope, chunks)
+        usage = reply.usage_chunk(envelope, chunks)
         if envelope.include_usage:
             yield make_event(usage)
         yield make_raw_event("[DONE]")
@@ -165,19 +157,19 @@ class ChatExchange(Completions):
     id_prefix = "chatcmpl-"
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
-    chunks = ChatChunks
-    write = staticmethod(chat_completion)
+    chunks = reply.ChatChunks
+    write = staticmethod(reply.chat_completion)
 
-    def __init__(self, deps: Deps, request: Request, body: ChatRequest):
+    def __init__(self, deps: http.Deps, request: Request, body: ChatRequest):
         super().__init__(deps, request, "chat", body)
         self._body = body
 
     async def jobs(self) -> list[Job]:
         body, deps = self._body, self.deps
-        chat = wire.to_chat(body, images=accepts_images(deps))
+        chat = wire.to_chat(body, images=http.accepts_images(deps))
         form = wire.read_format(body)
         use = wire.read_tool_use(body, chat.tools)
-        info, stop = require_model(deps), wire.read_stop_strings(body)
+        info, stop = http.require_model(deps), wire.read_stop_strings(body)
         fields = {
             "sampling": wire.to_sampling(body),
             "max_tokens": wire.read_max_tokens(body, deps.settings.default_max_tokens),
@@ -206,17 +198,17 @@ class TextExchange(Completions):
 
     id_prefix = "cmpl-"
     object = chunk_object = "text_completion"
-    chunks = TextChunks
-    write = staticmethod(text_completion)
+    chunks = reply.TextChunks
+    write = staticmethod(reply.text_completion)
 
-    def __init__(self, deps: Deps, request: Request, body: TextRequest):
+    def __init__(self, deps: http.Deps, request: Request, body: TextRequest):
         super().__init__(deps, request, "completions", body)
         self._body, self._given = body, wire.read_prompts(body)
 
     async def jobs(self) -> list[Job]:
         body, deps = self._body, self.deps
         form = wire.read_format(body)
-        require_model(deps)
+        http.require_model(deps)
         default = deps.settings.default_max_tokens or TEXT_MAX_TOKENS
         fields = {
             "sampling": wire.to_sampling(body),

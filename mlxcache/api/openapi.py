@@ -21,7 +21,9 @@ from starlette.routing import BaseRoute, Route
 from mlxcache import __version__
 from mlxcache.api import cache, sessions
 from mlxcache.api.http import HEALTH, json_response
-from mlxcache.wire import anthropic_types, openai_types, responses_types
+from mlxcache.wire import anthropic_types as anthropic
+from mlxcache.wire import openai_types as openai
+from mlxcache.wire import responses_types as responses
 
 PATH = "/openapi.json"
 
@@ -60,100 +62,74 @@ def _words(*values: str, default: str | None = None) -> Schema:
 
 _TEXT: Schema = {"type": "string"}
 _LIMIT = {"limit": _number(100)}
-_CHAT = (JSON, EVENTS)
-
-_GROUPS: Mapping[str, Mapping[str, Operation]] = {
-    "OpenAI": {
-        "POST /v1/chat/completions": Operation(
-            openai_types.ChatRequest, "ChatCompletion", types=_CHAT
-        ),
-        "POST /v1/completions": Operation(openai_types.TextRequest, "TextCompletion", types=_CHAT),
-        "POST /v1/responses": Operation(responses_types.ResponsesRequest, "Response", types=_CHAT),
-        "POST /v1/responses/input_tokens": Operation(
-            responses_types.ResponsesRequest, "InputTokens"
-        ),
-        "GET /v1/responses/{id}": Operation(
-            query={"stream": _words("true", "false")}, answer="Response"
-        ),
-        "DELETE /v1/responses/{id}": Operation(answer="Deleted"),
-        "POST /v1/responses/{id}/cancel": Operation(answer="Response"),
-        "GET /v1/responses/{id}/input_items": Operation(
-            query={
-                "limit": _number(20, 1, 100),
-                "order": _words("asc", "desc", default="desc"),
-                "after": _TEXT,
-            },
-            answer="List",
-        ),
-    },
-    "Anthropic": {
-        "POST /v1/messages": Operation(anthropic_types.Request, "Message", types=_CHAT),
-        "POST /v1/messages/count_tokens": Operation(anthropic_types.Conversation, "InputTokens"),
-    },
-    "Models": {
-        "GET /v1/models": Operation(
-            query={
-                "limit": _number(20, 1, 1000),
-                "after_id": _TEXT,
-                "before_id": _TEXT,
-                "lifecycle": _TEXT,
-            },
-            answer="Models",
-        ),
-        "GET /v1/models/{id}": Operation(),
-        "POST /v1/models/{id}/load": Operation(),
-        "POST /v1/models/{id}/unload": Operation(),
-        "GET /api/v0/models": Operation(answer="List"),
-        "GET /v1/api/v0/models": Operation(answer="List"),
-        "GET /api/v0/models/{id}": Operation(),
-        "GET /v1/api/v0/models/{id}": Operation(),
-    },
-    "Sessions": {
-        "GET /v1/sessions": Operation(query=_LIMIT, answer="List"),
-        "POST /v1/sessions": Operation(
-            raw=(BINARY,),
-            query={"name": _TEXT, "prompt_bytes": _number(0), "model": _TEXT},
-            status=201,
-        ),
-        "GET /v1/sessions/{id}": Operation(),
-        "PATCH /v1/sessions/{id}": Operation(sessions.Patch),
-        "DELETE /v1/sessions/{id}": Operation(answer="Deleted"),
-        "POST /v1/sessions/{id}/fork": Operation(sessions.Fork, optional=True, status=201),
-        "GET /v1/sessions/{id}/snapshot": Operation(
-            query={"format": _words("mlxcache", "mlx-lm", default="mlxcache")}, types=(BINARY,)
-        ),
-    },
-    "Cache": {
-        "GET /v1/cache": Operation(),
-        "DELETE /v1/cache": Operation(query={"pinned": _words("true", "false")}),
-        "POST /v1/cache/warm": Operation(raw=(JSON, "text/plain")),
-        "GET /v1/cache/tree": Operation(
-            query={
-                "limit": _number(sessions.DEFAULT_SESSIONS, 1, cache.MAX_SESSIONS),
-                "nodes": _number(cache.DEFAULT_NODES, 1, cache.MAX_NODES),
-            }
-        ),
-        "GET /v1/cache/check": Operation(),
-        "POST /v1/cache/prune": Operation(query={"limit_bytes": _number(0)}),
-    },
-    "Server": {
-        "GET /v1/requests": Operation(query=_LIMIT, answer="List"),
-        "GET /v1/requests/{id}": Operation(),
-        "GET /v1/live": Operation(query={"parts": _TEXT}, types=(EVENTS,)),
-        "GET /v1/trace": Operation(types=(EVENTS,)),
-        "GET /health": Operation(),
-        "GET /metrics": Operation(types=("text/plain",)),
-        "GET /": Operation(types=(), status=307),
-        "GET /dashboard": Operation(types=("text/html",), also=(304,)),
-        "GET /dashboard/{name}": Operation(types=("*/*",), also=(304,)),
-        "GET /docs": Operation(types=("text/html",), also=(304,)),
-        f"GET {PATH}": Operation(),
-    },
+_ITEMS = {
+    "limit": _number(20, 1, 100),
+    "order": _words("asc", "desc", default="desc"),
+    "after": _TEXT,
 }
-OPERATIONS = {name: one for group in _GROUPS.values() for name, one in group.items()}
-"""Every endpoint as `METHOD PATH`; a test compares the keys with the routes."""
+_MODELS = {
+    "limit": _number(20, 1, 1000),
+    "after_id": _TEXT,
+    "before_id": _TEXT,
+    "lifecycle": _TEXT,
+}
+_TREE = {
+    "limit": _number(sessions.DEFAULT_SESSIONS, 1, cache.MAX_SESSIONS),
+    "nodes": _number(cache.DEFAULT_NODES, 1, cache.MAX_NODES),
+}
+_SNAPSHOT = {"format": _words("mlxcache", "mlx-lm", default="mlxcache")}
+_RESTORED = {"name": _TEXT, "prompt_bytes": _number(0), "model": _TEXT}
+_CHAT = (JSON, EVENTS)
+_PAGE = Operation(types=("text/html",), also=(304,))
 
-_TAGS = {name: tag for tag, group in _GROUPS.items() for name in group}
+OPERATIONS: Mapping[str, Operation] = {
+    "POST /v1/chat/completions": Operation(openai.ChatRequest, "ChatCompletion", types=_CHAT),
+    "POST /v1/completions": Operation(openai.TextRequest, "TextCompletion", types=_CHAT),
+    "POST /v1/responses": Operation(responses.ResponsesRequest, "Response", types=_CHAT),
+    "POST /v1/responses/input_tokens": Operation(responses.ResponsesRequest, "InputTokens"),
+    "GET /v1/responses/{id}": Operation(
+        None, "Response", query={"stream": _words("true", "false")}
+    ),
+    "DELETE /v1/responses/{id}": Operation(answer="Deleted"),
+    "POST /v1/responses/{id}/cancel": Operation(answer="Response"),
+    "GET /v1/responses/{id}/input_items": Operation(answer="List", query=_ITEMS),
+    "POST /v1/messages": Operation(anthropic.Request, "Message", types=_CHAT),
+    "POST /v1/messages/count_tokens": Operation(anthropic.Conversation, "InputTokens"),
+    "GET /v1/models": Operation(answer="Models", query=_MODELS),
+    "POST /v1/models/{id}/load": Operation(),
+    "POST /v1/models/{id}/unload": Operation(),
+    "GET /api/v0/models": Operation(answer="List"),
+    "GET /v1/api/v0/models": Operation(answer="List"),
+    "GET /v1/sessions": Operation(answer="List", query=_LIMIT),
+    "POST /v1/sessions": Operation(raw=(BINARY,), query=_RESTORED, status=201),
+    "PATCH /v1/sessions/{id}": Operation(sessions.Patch),
+    "DELETE /v1/sessions/{id}": Operation(answer="Deleted"),
+    "POST /v1/sessions/{id}/fork": Operation(sessions.Fork, optional=True, status=201),
+    "GET /v1/sessions/{id}/snapshot": Operation(query=_SNAPSHOT, types=(BINARY,)),
+    "DELETE /v1/cache": Operation(query={"pinned": _words("true", "false")}),
+    "POST /v1/cache/warm": Operation(raw=(JSON, "text/plain")),
+    "GET /v1/cache/tree": Operation(query=_TREE),
+    "POST /v1/cache/prune": Operation(query={"limit_bytes": _number(0)}),
+    "GET /v1/requests": Operation(answer="List", query=_LIMIT),
+    "GET /v1/live": Operation(query={"parts": _TEXT}, types=(EVENTS,)),
+    "GET /v1/trace": Operation(types=(EVENTS,)),
+    "GET /metrics": Operation(types=("text/plain",)),
+    "GET /": Operation(types=(), status=307),
+    "GET /dashboard": _PAGE,
+    "GET /dashboard/{name}": Operation(types=("*/*",), also=(304,)),
+    "GET /docs": _PAGE,
+}
+"""What is to be said of an endpoint, as `METHOD PATH`. A GET or DELETE may have no entry."""
+
+_TAGS = {
+    "openai": "OpenAI",
+    "responses": "OpenAI",
+    "anthropic": "Anthropic",
+    "models": "Models",
+    "sessions": "Sessions",
+    "cache": "Cache",
+}
+"""Group of the endpoints of a module; all others are of the group `Server`."""
 
 _PUBLIC_PATHS = ("/", "/dashboard", "/dashboard/{name}", "/docs", HEALTH, PATH)
 _PUBLIC = frozenset(f"GET {path}" for path in _PUBLIC_PATHS)
@@ -237,16 +213,8 @@ _ANSWERS: Mapping[str, Schema] = {
         usage=_object(input_tokens=_COUNT, output_tokens=_COUNT),
     ),
     "Error": _object(
-        error={
-            "type": "object",
-            "properties": {
-                "message": _TEXT,
-                "type": _TEXT,
-                "param": _OPTIONAL_TEXT,
-                "code": _OPTIONAL_TEXT,
-            },
-            "required": ["message", "type"],
-        }
+        error=_object(message=_TEXT, type=_TEXT, param=_OPTIONAL_TEXT, code=_OPTIONAL_TEXT)
+        | {"required": ["message", "type"]}
     ),
 }
 
@@ -259,7 +227,7 @@ def _body_schemas() -> tuple[dict[type, Schema], dict[str, Schema]]:
     named = msgspec.json.encode([*schemas, components])
     both = msgspec.json.decode(_MODULE.sub(rb"\1.", named))  # such as `openai.Tool`
     for type in types:
-        if issubclass(type, openai_types.UnsupportedFields):
+        if issubclass(type, openai.UnsupportedFields):
             _mark_unsupported(both[-1][type.__name__], own=type.__annotations__)
     return dict(zip(types, both, strict=False)), both[-1]
 
@@ -270,7 +238,7 @@ def _mark_unsupported(schema: Schema, own: Mapping[str, Any]) -> None:
     `own`: fields that the type of the body defines itself because it supports them.
     """
     properties: dict[str, Schema] = schema["properties"]
-    for name in openai_types.UnsupportedFields.__struct_fields__:
+    for name in openai.UnsupportedFields.__struct_fields__:
         if name in own:
             continue
         properties[name] = properties.pop(name) | {UNSUPPORTED: True, "description": _REFUSED}
@@ -310,22 +278,29 @@ def _operation(
     method: str, path: str, route: Route, bodies: Mapping[type, Schema]
 ) -> dict[str, Any]:
     name = f"{method} {path}"
-    if name not in OPERATIONS:
+    if name not in OPERATIONS and method not in ("GET", "DELETE"):
         raise ValueError(f"{name} has no entry in OPERATIONS")
-    operation = OPERATIONS[name]
-    summary, text = _texts(route, name)
+    operation = OPERATIONS.get(name, Operation())
+    handler = route.endpoint
+    while isinstance(handler, partial):
+        handler = handler.func
+    tag = _TAGS.get(handler.__module__.rpartition(".")[2], "Server")
+    doc = inspect.getdoc(handler)
+    if not doc:
+        raise ValueError(f"the handler of {name} has no docstring")
+    summary, _, text = doc.partition("\n\n")
     found: dict[str, Any] = {
         "operationId": re.sub(r"\W+", "_", f"{method.lower()}{path}").rstrip("_"),
-        "tags": [_TAGS[name]],
-        "summary": summary,
+        "tags": [tag],
+        "summary": " ".join(summary.split()),
         "parameters": [
             *(_parameter("path", name, _TEXT) for name in _PARTS.findall(path)),
             *(_parameter("query", *query) for query in (operation.query or {}).items()),
         ],
-        "responses": _responses(operation, name),
+        "responses": _responses(operation, name, tag),
     }
     if text:
-        found["description"] = text
+        found["description"] = text.strip()
     if operation.body is not None:
         content = {JSON: {"schema": bodies[operation.body]}}
         found["requestBody"] = {"required": not operation.optional, "content": content}
@@ -336,23 +311,11 @@ def _operation(
     return found
 
 
-def _texts(route: Route, name: str) -> tuple[str, str]:
-    """Return the first paragraph of the docstring of the route's handler, and the rest."""
-    handler = route.endpoint
-    while isinstance(handler, partial):
-        handler = handler.func
-    doc = inspect.getdoc(handler)
-    if not doc:
-        raise ValueError(f"the handler of {name} has no docstring")
-    first, _, rest = doc.partition("\n\n")
-    return " ".join(first.split()), rest.strip()
-
-
 def _parameter(place: str, name: str, schema: Schema) -> Schema:
     return {"name": name, "in": place, "required": place == "path", "schema": schema}
 
 
-def _responses(operation: Operation, name: str) -> dict[str, Any]:
+def _responses(operation: Operation, name: str, tag: str) -> dict[str, Any]:
     answer = {"$ref": f"#/components/schemas/{operation.answer}"}
     content = {kind: {"schema": answer} if kind == JSON else {} for kind in operation.types}
     found: dict[str, Any] = {
@@ -362,12 +325,12 @@ def _responses(operation: Operation, name: str) -> dict[str, Any]:
     for status in operation.also:
         found[str(status)] = {"description": _REASONS[status]}
     error = {JSON: {"schema": {"$ref": "#/components/schemas/Error"}}}
-    for status in _errors(operation, name):
+    for status in _errors(operation, name, tag):
         found[str(status)] = {"description": _REASONS[status], "content": error}
     return found
 
 
-def _errors(operation: Operation, name: str) -> Sequence[int]:
+def _errors(operation: Operation, name: str, tag: str) -> Sequence[int]:
     found = {400, 403, 431, 500} | (set() if name in _PUBLIC else {401, 503})
     if name == "GET /health":
         found |= {503}
@@ -375,9 +338,9 @@ def _errors(operation: Operation, name: str) -> Sequence[int]:
         found |= {404}
     if operation.body is not None or operation.raw:
         found |= {404, 408, 413}
-    if EVENTS in operation.types or _TAGS[name] in ("OpenAI", "Anthropic"):
+    if EVENTS in operation.types or tag in ("OpenAI", "Anthropic"):
         found |= {404, 429, 504, 507}
-    if _TAGS[name] in ("Sessions", "Cache"):
+    if tag in ("Sessions", "Cache"):
         found |= {429, 504, 507}
     return sorted(found)
 

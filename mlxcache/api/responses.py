@@ -17,18 +17,9 @@ from sse_starlette.event import ServerSentEvent
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mlxcache.api import http
 from mlxcache.api.errors import build_openai_error
 from mlxcache.api.exchange import Exchange
-from mlxcache.api.http import (
-    Deps,
-    accepts_images,
-    json_response,
-    read_json,
-    read_number,
-    read_word,
-    require_model,
-    while_connected,
-)
 from mlxcache.api.sse import Events, make_comment, make_event
 from mlxcache.errors import BadRequest, Busy, ContextLengthExceeded, NotFound, StoreError
 from mlxcache.owner import OWNER
@@ -51,26 +42,26 @@ MAX_ITEMS = 100
 # -- create ----------------------------------------------------------------------------------
 
 
-async def create_response(deps: Deps, request: Request) -> Response:
+async def create_response(deps: http.Deps, request: Request) -> Response:
     """Generate a response to a conversation, which may continue a stored response."""
-    body = await read_json(request, ResponsesRequest, deps)
+    body = await http.read_json(request, ResponsesRequest, deps)
     wire.check_supported(body)
     return await ResponseExchange(deps, request, body).answer()
 
 
-async def count_input_tokens(deps: Deps, request: Request) -> Response:
+async def count_input_tokens(deps: http.Deps, request: Request) -> Response:
     """Count the tokens of a request's prompt without generating a response."""
-    body = await read_json(request, ResponsesRequest, deps)
+    body = await http.read_json(request, ResponsesRequest, deps)
     wire.check_supported(body)
-    deps = await while_connected(request, deps.of(body.model))
-    require_model(deps)
+    deps = await http.while_connected(request, deps.of(body.model))
+    http.require_model(deps)
     tools, talk = wire.Toolbox(body.tools or ()), await _continued(deps, body)
-    chat = wire.to_chat(body, talk, tools, images=accepts_images(deps))
+    chat = wire.to_chat(body, talk, tools, images=http.accepts_images(deps))
     prompt = await deps.engine.render(chat)  # without a session: a count is not a turn
-    return json_response({"object": "response.input_tokens", "input_tokens": len(prompt.ids)})
+    return http.json_response({"object": "response.input_tokens", "input_tokens": len(prompt.ids)})
 
 
-async def _continued(deps: Deps, body: ResponsesRequest) -> wire.Conversation:
+async def _continued(deps: http.Deps, body: ResponsesRequest) -> wire.Conversation:
     """Return the items of the responses that `body` continues, then its own."""
     items = wire.read_input(body)
     if not body.previous_response_id:
@@ -90,7 +81,7 @@ async def _continued(deps: Deps, body: ResponsesRequest) -> wire.Conversation:
     return wire.Conversation([*before, *items], len(before))
 
 
-async def _truncate(deps: Deps, chat: Chat, limit: int) -> Chat:
+async def _truncate(deps: http.Deps, chat: Chat, limit: int) -> Chat:
     """Return `chat` without the oldest turns, so that its prompt has at most `limit` tokens.
 
     The newest turn is always kept, even if its prompt alone has more tokens.
@@ -119,14 +110,14 @@ async def _truncate(deps: Deps, chat: Chat, limit: int) -> Chat:
 class ResponseExchange(Exchange):
     """A request for a response. It is among `Deps.running` while it is computed."""
 
-    def __init__(self, deps: Deps, request: Request, body: ResponsesRequest):
+    def __init__(self, deps: http.Deps, request: Request, body: ResponsesRequest):
         super().__init__(deps, request, "responses", body, body.prompt_cache_key)
         self.id = self.arrival.id.replace("req_", PREFIX)
         self.owner = OWNER.get()
         self._body, self._running = body, deps.running
         self._tools = wire.Toolbox(body.tools or ())
         self._format, self._use = wire.read_text_format(body), self._tools.read_use(body)
-        model = body.model or require_model(deps).id
+        model = body.model or http.require_model(deps).id
         response = make_response(self.id, model, body, to_sampling(body), self._tools)
         whole = self._format is not None or self._use.choice.required
         self._writer = ResponseWriter(response, body, self._tools, whole=whole)
@@ -149,10 +140,10 @@ class ResponseExchange(Exchange):
         return {**self.response, "status": "cancelled"}
 
     async def jobs(self) -> list[Job]:
-        body, deps, info = self._body, self.deps, require_model(self.deps)
+        body, deps, info = self._body, self.deps, http.require_model(self.deps)
         talk = await _continued(deps, body)
         self._items = list(talk.items[talk.stored :])
-        chat = wire.to_chat(body, talk, self._tools, images=accepts_images(deps))
+        chat = wire.to_chat(body, talk, self._tools, images=http.accepts_images(deps))
         stop, sampling = read_stop_strings(body), to_sampling(body)
         max_tokens = wire.read_max_tokens(body, deps.settings.default_max_tokens)
         began = time.perf_counter()
@@ -294,52 +285,52 @@ def _event(payload: Payload) -> ServerSentEvent:
 # -- stored ----------------------------------------------------------------------------------
 
 
-def _find(deps: Deps, id: str) -> ResponseExchange | None:
+def _find(deps: http.Deps, id: str) -> ResponseExchange | None:
     found = deps.running.get(id)
     return found if found is not None and found.owner == OWNER.get() else None
 
 
-async def retrieve_response(deps: Deps, request: Request) -> Response:
+async def retrieve_response(deps: http.Deps, request: Request) -> Response:
     """Return a stored response, or one that is being computed. `?stream=true` is a 400."""
     id = request.path_params["id"]
     if request.query_params.get("stream", "false").lower() == "true":
         raise BadRequest("`stream`: a stored response is not streamed again.", param="stream")
     if (found := _find(deps, id)) is not None:
-        return json_response(found.response)
+        return http.json_response(found.response)
     return await _stored(deps, id)
 
 
-async def _stored(deps: Deps, id: str) -> Response:
-    require_model(deps)
+async def _stored(deps: http.Deps, id: str) -> Response:
+    http.require_model(deps)
     stored = await deps.engine.sessions.response(id)
     return Response(stored.body, media_type="application/json")
 
 
-async def delete_response(deps: Deps, request: Request) -> Response:
+async def delete_response(deps: http.Deps, request: Request) -> Response:
     """Delete a stored response. Its session and the cached tokens are kept."""
     id = request.path_params["id"]
-    require_model(deps)
+    http.require_model(deps)
     await deps.engine.sessions.delete_response(id)
-    return json_response({"id": id, "object": "response.deleted", "deleted": True})
+    return http.json_response({"id": id, "object": "response.deleted", "deleted": True})
 
 
-async def cancel_response(deps: Deps, request: Request) -> Response:
+async def cancel_response(deps: http.Deps, request: Request) -> Response:
     """Cancel a response that is being computed, and return it. One that has ended is unchanged."""
     id = request.path_params["id"]
-    require_model(deps)
+    http.require_model(deps)
     found = _find(deps, id)
-    return await _stored(deps, id) if found is None else json_response(await found.cancel())
+    return await _stored(deps, id) if found is None else http.json_response(await found.cancel())
 
 
-async def list_input_items(deps: Deps, request: Request) -> Response:
+async def list_input_items(deps: http.Deps, request: Request) -> Response:
     """List the input items of a stored response, including those of the responses it continues.
 
     `?limit=` is the number of items, 20 by default and at most 100. `?order=` is `asc`, oldest
     first, or `desc`, the default. `?after=` is the id of the last item of the previous page.
     """
-    limit = read_number(request, "limit", 20, MAX_ITEMS)
-    order = read_word(request, "order", "desc", ("asc", "desc"))
-    require_model(deps)
+    limit = http.read_number(request, "limit", 20, MAX_ITEMS)
+    order = http.read_word(request, "order", "desc", ("asc", "desc"))
+    http.require_model(deps)
     chain = await deps.engine.sessions.response_chain(request.path_params["id"])
     items = _input_items(chain)
     if order == "desc":
@@ -352,7 +343,7 @@ async def list_input_items(deps: Deps, request: Request) -> Response:
     page = items[:limit]
     ids = [item["id"] for item in page] or [None]
     body = {"object": "list", "data": page, "first_id": ids[0], "last_id": ids[-1]}
-    return json_response({**body, "has_more": len(items) > limit})
+    return http.json_response({**body, "has_more": len(items) > limit})
 
 
 def _input_items(chain: Sequence[StoredResponse]) -> list[RawItem]:

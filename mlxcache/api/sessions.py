@@ -13,16 +13,7 @@ from starlette.concurrency import iterate_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from mlxcache.api.http import (
-    Deps,
-    iterate_body,
-    json_response,
-    read_body,
-    read_json,
-    read_number,
-    read_word,
-    require_model,
-)
+from mlxcache.api import http
 from mlxcache.api.models import engine_named
 from mlxcache.errors import BadRequest
 from mlxcache.names import clean_name
@@ -62,20 +53,20 @@ class Fork(msgspec.Struct, forbid_unknown_fields=True):
     at_tokens: int | None = None
 
 
-def require_sessions(deps: Deps) -> SessionBook | SessionBooks:
+def require_sessions(deps: http.Deps) -> SessionBook | SessionBooks:
     """Return the sessions of all models. Raises as `require_model`."""
-    require_model(deps)
+    http.require_model(deps)
     return deps.models.sessions
 
 
-async def list_sessions(deps: Deps, request: Request) -> Response:
+async def list_sessions(deps: http.Deps, request: Request) -> Response:
     """List the `?limit=` most recently used sessions, 100 by default."""
-    sessions, limit = require_sessions(deps), read_number(request, "limit", DEFAULT_SESSIONS)
+    sessions, limit = require_sessions(deps), http.read_number(request, "limit", DEFAULT_SESSIONS)
     data = [one.as_object() for one in await sessions.list(limit)]
-    return json_response({"object": "list", "data": data})
+    return http.json_response({"object": "list", "data": data})
 
 
-async def show(deps: Deps, request: Request) -> Response:
+async def show(deps: http.Deps, request: Request) -> Response:
     """Show one session with its leaves: the main conversation and those of sub-agents.
 
     `related` lists the sessions of the same label that belong to other models.
@@ -83,37 +74,37 @@ async def show(deps: Deps, request: Request) -> Response:
     sessions = require_sessions(deps)
     found = await sessions.get(_id(request))
     related = related_objects(await sessions.related(found.session))
-    return json_response({**found.as_object(leaves=True), "related": related})
+    return http.json_response({**found.as_object(leaves=True), "related": related})
 
 
-async def patch(deps: Deps, request: Request) -> Response:
+async def patch(deps: http.Deps, request: Request) -> Response:
     """Rename, pin or unpin a session, and return it."""
-    sessions, body = require_sessions(deps), await read_json(request, Patch, deps)
+    sessions, body = require_sessions(deps), await http.read_json(request, Patch, deps)
     name = None if body.name is msgspec.UNSET else clean_name(body.name or "")
     pinned = None if body.pinned is msgspec.UNSET else body.pinned
     changed = await sessions.patch(_id(request), name=name, pinned=pinned)
-    return json_response(changed.as_object())
+    return http.json_response(changed.as_object())
 
 
-async def delete(deps: Deps, request: Request) -> Response:
+async def delete(deps: http.Deps, request: Request) -> Response:
     """Remove a session and the cached tokens that no other session uses."""
     id = _id(request)
     await require_sessions(deps).delete(id)
-    return json_response({"id": id, "object": "session.deleted", "deleted": True})
+    return http.json_response({"id": id, "object": "session.deleted", "deleted": True})
 
 
-async def fork(deps: Deps, request: Request) -> Response:
+async def fork(deps: http.Deps, request: Request) -> Response:
     """Create a session that continues from an existing one. The body may be empty."""
     sessions = require_sessions(deps)
-    body = decode(Fork, await read_body(request, deps.settings.max_body_bytes) or b"{}")
+    body = decode(Fork, await http.read_body(request, deps.settings.max_body_bytes) or b"{}")
     name = clean_name(body.name) if body.name else None
     made = await sessions.fork(_id(request), name=name, tokens=body.at_tokens)
-    return json_response(made.as_object(), 201)
+    return http.json_response(made.as_object(), 201)
 
 
-async def snapshot(deps: Deps, request: Request) -> Response:
+async def snapshot(deps: http.Deps, request: Request) -> Response:
     """Export a session as one file. `?format=` is `mlxcache` (the default) or `mlx-lm`."""
-    id, format = _id(request), read_word(request, "format", "mlxcache", ("mlxcache", "mlx-lm"))
+    id, format = _id(request), http.read_word(request, "format", "mlxcache", ("mlxcache", "mlx-lm"))
     files = require_sessions(deps).files
     export = files.prompt_cache if format == "mlx-lm" else files.snapshot
     made: SnapshotExport | PromptCacheExport = await export(id)
@@ -127,7 +118,7 @@ async def snapshot(deps: Deps, request: Request) -> Response:
     )
 
 
-async def restore(deps: Deps, request: Request) -> Response:
+async def restore(deps: http.Deps, request: Request) -> Response:
     """Import a session from the snapshot in the body. `?name=` sets its name.
 
     The body may also be a prompt cache file of mlx-lm. If the file does not contain token ids, send
@@ -140,7 +131,7 @@ async def restore(deps: Deps, request: Request) -> Response:
     name = clean_name(request.query_params.get("name", "")) or None
     announced = request.headers.get("content-length", "")
     folder = files.incoming(int(announced) if announced.isdecimal() else 0)
-    left = read_number(request, "prompt_bytes", 0)
+    left = http.read_number(request, "prompt_bytes", 0)
     if left > deps.settings.max_body_bytes:
         most = deps.settings.max_body_bytes
         raise BadRequest(f"`prompt_bytes` must be at most {most}.", param="prompt_bytes")
@@ -149,7 +140,7 @@ async def restore(deps: Deps, request: Request) -> Response:
     try:
         with store_errors(folder), os.fdopen(fd, "wb") as file:
             unchecked = SPACE_CHECK_BYTES if not announced.isdecimal() else None
-            async for chunk in iterate_body(request, seconds=RESTORE_S):
+            async for chunk in http.iterate_body(request, seconds=RESTORE_S):
                 head, rest = chunk[:left], chunk[left:]
                 prompt, left = prompt + head, left - len(head)
                 if unchecked is not None and (unchecked := unchecked - len(chunk)) <= 0:
@@ -160,10 +151,10 @@ async def restore(deps: Deps, request: Request) -> Response:
         made = await files.restore(Path(path), name, text)
     finally:
         os.unlink(path)
-    return json_response(made.as_object(), 201)
+    return http.json_response(made.as_object(), 201)
 
 
-async def _files_for(deps: Deps, model: str | None) -> SessionFiles | SeveralFiles:
+async def _files_for(deps: http.Deps, model: str | None) -> SessionFiles | SeveralFiles:
     """Return what imports and exports sessions of a model; of all models for None.
 
     Loads a model that was never loaded. Raises NotFound for an unknown name.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from codecs import getincrementaldecoder
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -125,6 +125,7 @@ class Chunks:
     """Chunks of one streamed choice: call `begin`, then `feed` for each engine event."""
 
     _empty: ClassVar[Payload]
+    _write_logprobs: Callable[[Sequence[TokenLogprob]], Payload]
 
     def __init__(self, envelope: Envelope, index: int = 0):
         self.last: Finished | None = None
@@ -151,9 +152,6 @@ class Chunks:
     def _feed(self, piece: Piece, probs: Payload | None) -> list[Payload]:
         raise NotImplementedError
 
-    def _write_logprobs(self, tokens: Sequence[TokenLogprob]) -> Payload:
-        raise NotImplementedError
-
     def _show(self, tokens: Sequence[TokenLogprob]) -> Payload | None:
         return self._write_logprobs(tokens) if tokens and self._envelope.logprobs else None
 
@@ -177,6 +175,10 @@ class ChatChunks(Chunks):
 
     _empty: ClassVar[Payload] = {"delta": {}}
 
+    def __init__(self, envelope: Envelope, index: int = 0):
+        super().__init__(envelope, index)
+        self._write_logprobs = _chat_logprobs
+
     def begin(self) -> list[Payload]:
         return [self._delta({"role": "assistant", "content": ""})]
 
@@ -193,9 +195,6 @@ class ChatChunks(Chunks):
                 return [self._delta({"tool_calls": [delta]}) for delta in (begun, rest)]
         return []
 
-    def _write_logprobs(self, tokens: Sequence[TokenLogprob]) -> Payload:
-        return _chat_logprobs(tokens)
-
     def _delta(self, delta: dict[str, Any], probs: Any = None) -> Payload:
         return self._chunk({"delta": delta}, probs=probs)
 
@@ -207,7 +206,7 @@ class TextChunks(Chunks):
 
     def __init__(self, envelope: Envelope, index: int = 0):
         super().__init__(envelope, index)
-        self._lists = TextLogprobs()
+        self._write_logprobs = TextLogprobs().write
 
     def begin(self) -> list[Payload]:
         echo = self._envelope.echo(self._index)
@@ -216,9 +215,6 @@ class TextChunks(Chunks):
     def _feed(self, piece: Piece, probs: Payload | None) -> list[Payload]:
         text = "" if isinstance(piece, ToolCall) else piece.text
         return [self._chunk({"text": text}, probs=probs)] if text else []
-
-    def _write_logprobs(self, tokens: Sequence[TokenLogprob]) -> Payload:
-        return self._lists.write(tokens)
 
 
 def _call(call: ToolCall, arguments: str) -> Payload:

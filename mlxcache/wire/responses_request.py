@@ -18,26 +18,11 @@ from typing import Any
 
 from mlxcache.errors import BadRequest, Unsupported
 from mlxcache.types import TEXTS, Chat, OutputFormat, ToolCall, ToolChoice
+from mlxcache.wire import openai_request as openai
 from mlxcache.wire import responses_types as types
 from mlxcache.wire.decode import convert, wrong
 from mlxcache.wire.grammar_pattern import pattern_of_lark, pattern_of_regex
 from mlxcache.wire.images import ImageReader, Item, join_items
-from mlxcache.wire.openai_request import (
-    EFFORT_BUDGETS,
-    Function,
-    ToolUse,
-    check_generation,
-    check_template_args,
-    effort_args,
-    format_of_schema,
-    keep_hints,
-    limit_tokens,
-    make_call,
-    make_function,
-    parse_arguments,
-    read_format,
-    with_strict,
-)
 from mlxcache.wire.signatures import recover_thinking
 
 LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
@@ -52,7 +37,7 @@ def check_supported(body: types.ResponsesRequest) -> None:
 
     Raises BadRequest if fields contradict each other.
     """
-    check_generation(body)
+    openai.check_generation(body)
     if body.n not in (None, 1) or body.best_of not in (None, 1):
         raise Unsupported("`n` is not supported: a response has one reply.", param="n")
     if body.background:
@@ -65,7 +50,7 @@ def check_supported(body: types.ResponsesRequest) -> None:
     if body.top_logprobs and not wants_logprobs(body):
         message = f"`top_logprobs` needs `include` with '{LOGPROBS}'."
         raise BadRequest(message, param="top_logprobs")
-    check_template_args(body.chat_template_kwargs)
+    openai.check_template_args(body.chat_template_kwargs)
 
 
 def wants_logprobs(body: types.ResponsesRequest) -> bool:
@@ -79,9 +64,10 @@ def wants_encrypted(body: types.ResponsesRequest) -> bool:
 
 def read_max_tokens(body: types.ResponsesRequest, default: int | None) -> int | None:
     """Return the maximum tokens of the reply, by default `default`; None for no limit."""
-    if body.max_output_tokens is not None:
-        return limit_tokens(body.max_output_tokens, "max_output_tokens")
-    return limit_tokens(body.max_tokens, "max_tokens") if body.max_tokens is not None else default
+    for name in ("max_output_tokens", "max_tokens"):
+        if (limit := getattr(body, name)) is not None:
+            return openai.limit_tokens(limit, name)
+    return default
 
 
 def read_thinking_budget(body: types.ResponsesRequest, *, takes_effort: bool) -> int | None:
@@ -94,12 +80,12 @@ def read_thinking_budget(body: types.ResponsesRequest, *, takes_effort: bool) ->
         return None
     if reasoning.max_tokens is not None:
         return reasoning.max_tokens
-    return None if takes_effort else EFFORT_BUDGETS.get(reasoning.effort or "")
+    return None if takes_effort else openai.EFFORT_BUDGETS.get(reasoning.effort or "")
 
 
 def read_text_format(body: types.ResponsesRequest) -> OutputFormat | None:
     """Return the required format of the visible text, or None for free text."""
-    extension, form = read_format(body), body.text.format if body.text else None
+    extension, form = openai.read_format(body), body.text.format if body.text else None
     at = "text.format"
     if form is None or form.type == "text":
         return extension
@@ -117,7 +103,7 @@ def read_text_format(body: types.ResponsesRequest) -> OutputFormat | None:
     if form.schema is None:
         message = f"`{at}` of type 'json_schema' needs `name` and `schema`."
         raise BadRequest(message, param=f"{at}.schema")
-    return format_of_schema(form.schema, f"{at}.schema")
+    return openai.format_of_schema(form.schema, f"{at}.schema")
 
 
 # -- input -----------------------------------------------------------------------------------
@@ -157,12 +143,12 @@ def to_chat(
         writer.write(raw, talk.path(i))
     if not writer.messages:
         raise BadRequest("`input` is empty.", param="input")
-    args = effort_args(body.reasoning.effort if body.reasoning else None)
+    args = openai.effort_args(body.reasoning.effort if body.reasoning else None)
     return Chat(
         messages=writer.messages,
         tools=tuple(tools.functions),
         template_args=args | (body.chat_template_kwargs or {}),
-        keeps=keep_hints(body.prompt_cache_retention, len(writer.messages)),
+        keeps=openai.keep_hints(body.prompt_cache_retention, len(writer.messages)),
     )
 
 
@@ -208,7 +194,7 @@ class _ChatWriter:
                 self._write_message(item, where)
             case types.FunctionCall():
                 name = self._tools.rendered_name(item.name, item.namespace)
-                self._write_call(item.call_id, name, parse_arguments(item.arguments))
+                self._write_call(item.call_id, name, openai.parse_arguments(item.arguments))
             case types.CustomCall():
                 name = self._tools.rendered_name(item.name, item.namespace)
                 self._write_call(item.call_id, name, {INPUT: item.input})
@@ -264,7 +250,7 @@ class _ChatWriter:
 
     def _write_call(self, id: str, name: str, arguments: dict[str, Any]) -> None:
         self._names[id] = name
-        call = make_call(id, name, arguments)
+        call = openai.make_call(id, name, arguments)
         self._reply(begins="tool_calls").setdefault("tool_calls", []).append(call)
 
     def _write_output(self, item: types.CallOutput, where: str) -> None:
@@ -324,9 +310,10 @@ class Toolbox:
     """
 
     def __init__(self, tools: Sequence[types.Tool]):
-        self.functions: list[Function] = []
+        self.functions: list[openai.Function] = []
         self.left_out: list[str] = []
-        self._callable: list[Function] = []  # with `strict` and patterns, which are not rendered
+        # with `strict` and patterns, which are not rendered
+        self._callable: list[openai.Function] = []
         self._entries: dict[str, Entry] = {}
         self._rendered: dict[tuple[str, str | None], str] = {}
         for at, tool, namespace in _flatten(tools):
@@ -352,8 +339,8 @@ class Toolbox:
         if tool.type == "custom":
             function, limited = _custom(tool, rendered, at)
         else:
-            function = make_function(rendered, tool.description, tool.parameters)
-            limited = with_strict(function) if tool.strict else function
+            function = openai.make_function(rendered, tool.description, tool.parameters)
+            limited = openai.with_strict(function) if tool.strict else function
         self._entries[rendered] = Entry(tool.name, namespace, tool.type == "custom")
         self._rendered.setdefault((tool.name, namespace), rendered)
         self._rendered.setdefault((tool.name, None), rendered)
@@ -371,19 +358,19 @@ class Toolbox:
         """Return the tool with a name in the prompt; a function of this name if it is unknown."""
         return self._entries.get(rendered) or Entry(rendered)
 
-    def read_use(self, body: types.ResponsesRequest) -> ToolUse:
+    def read_use(self, body: types.ResponsesRequest) -> openai.ToolUse:
         """Return which tools may be called, and how, as the body's `tool_choice` asks for."""
         choice = body.tool_choice or "auto"
         asked = types.ToolChoice(choice) if isinstance(choice, str) else choice
         if asked.type == "none" or (asked.type == "auto" and not self.functions):
-            return ToolUse()
+            return openai.ToolUse()
         found = self._choice(asked)
         if not self.functions:
             message = "`tool_choice` needs `tools`, and there are none."
             raise BadRequest(message, param="tool_choice")
         named = asked.type in ("function", "custom")
         single = named or body.parallel_tool_calls is False or body.max_tool_calls == 1
-        return ToolUse(tools=tuple(self._callable), choice=found, parallel=not single, named=named)
+        return openai.ToolUse(tuple(self._callable), found, parallel=not single, named=named)
 
     def _choice(self, asked: types.ToolChoice) -> ToolChoice:
         match asked.type:
@@ -444,11 +431,11 @@ def _input_schema(**limits: str) -> dict[str, Any]:
     }
 
 
-def _custom(tool: types.Tool, rendered: str, at: str) -> tuple[Function, Function]:
+def _custom(tool: types.Tool, rendered: str, at: str) -> tuple[openai.Function, openai.Function]:
     """Return a custom tool as a function, and the same with the grammar of its input, if any."""
     description, form = tool.description or "", tool.format or types.CustomFormat()
     if form.type != "grammar":
-        free = make_function(rendered, description, _input_schema())
+        free = openai.make_function(rendered, description, _input_schema())
         return free, free
     if not form.syntax or not form.definition:
         raise wrong(f"{at}.format", "a grammar needs `syntax` and `definition`.")
@@ -457,8 +444,8 @@ def _custom(tool: types.Tool, rendered: str, at: str) -> tuple[Function, Functio
     kind = "Lark grammar" if form.syntax == "lark" else "regular expression"
     rule = f"`{INPUT}` must follow this {kind}:\n{form.definition}"
     description = f"{description}\n\n{rule}" if description else rule
-    limited = make_function(rendered, description, _input_schema(pattern=pattern))
-    return make_function(rendered, description, _input_schema()), with_strict(limited)
+    limited = openai.make_function(rendered, description, _input_schema(pattern=pattern))
+    return openai.make_function(rendered, description, _input_schema()), openai.with_strict(limited)
 
 
 # -- calls -----------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ def test_every_route_is_described_and_nothing_else(
         if isinstance(route, Route)
         for method in (route.methods or set()) - {"HEAD"}
     }
-    assert described == routes == set(OPERATIONS)
+    assert described == routes >= set(OPERATIONS)
 
 
 def test_every_reference_leads_to_a_component(document: dict[str, Any]) -> None:
@@ -56,12 +56,12 @@ def test_a_stream_without_an_end_says_so(document: dict[str, Any], path: str) ->
     assert "until the client closes it" in document["paths"][path]["get"]["description"]
 
 
-def test_a_route_without_an_entry_is_an_error() -> None:
+def test_a_route_with_a_body_and_without_an_entry_is_an_error() -> None:
     async def new(_: Any) -> Any:
         """Do something new."""
 
-    with pytest.raises(ValueError, match="GET /new has no entry"):
-        build_document([Route("/new", new, methods=["GET"])])
+    with pytest.raises(ValueError, match="POST /new has no entry"):
+        build_document([Route("/new", new, methods=["POST"])])
 
 
 async def test_the_document_and_its_page_need_no_key() -> None:
