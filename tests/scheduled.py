@@ -17,9 +17,12 @@ from mlx.utils import tree_flatten
 
 from mlxcache.cache.disk import DiskTier
 from mlxcache.cache.kv_cache import KVCache
+from mlxcache.guess.drafts import DraftCosts, DraftRule
+from mlxcache.guess.rule import PassCosts
 from mlxcache.model import kv
 from mlxcache.model.guidance.guide import Guide
 from mlxcache.model.load import Loaded, ModelSpec, load
+from mlxcache.model.pair import Pair
 from mlxcache.model.sampling import make_processors, make_sampler
 from mlxcache.residency import memory as core
 from mlxcache.residency.rounds import Rounds
@@ -27,7 +30,7 @@ from mlxcache.scheduling import cost
 from mlxcache.scheduling.decoder import Row
 from mlxcache.scheduling.prefill import Limits, PrefillDecodeBalance
 from mlxcache.scheduling.scheduler import Scheduler
-from mlxcache.scheduling.speculation import Speculation
+from mlxcache.scheduling.speculation import DraftModel, Speculation
 from mlxcache.scheduling.task import Output, Task
 from mlxcache.store.store import Store
 from mlxcache.tree.budget import Budget
@@ -86,6 +89,32 @@ class SteadyCost(cost.Cost):
         """Measure nothing."""
 
 
+class FreeDrafts(DraftCosts):
+    """Costs at which every draft pays, whatever a live round takes."""
+
+    def __init__(self) -> None:
+        one = PassCosts({0: [(1, 1.0), (2, 1.0)]})
+        super().__init__(one, one)
+
+    def round(self, drafts: int, cached: int) -> float:
+        return 1.0
+
+    def catch_up(self, tokens: int, cached: int) -> float:
+        return 0.0
+
+    def observe(self, drafts: int, seconds: float, cached: int) -> float:
+        return 1.0
+
+    def excess(self, seconds: float, cached: int) -> float:
+        return 0.0
+
+
+def drafting(model: Any, rule: DraftRule | None = None) -> DraftModel | None:
+    """Proposers of three tokens at a time if `model` has a draft model, as many as `rule` says."""
+    rule = rule or DraftRule(FreeDrafts())
+    return DraftModel(model, rule, 3) if isinstance(model, Pair) else None
+
+
 class Bench:
     """A model with its scheduler; `ask` runs a request to its end, `put` only queues it.
 
@@ -134,7 +163,7 @@ class Bench:
         if (old := getattr(self, "scheduler", None)) is not None:
             self.rounds.remove(old)
         self.kv = cache
-        kwargs.setdefault("speculation", self.speculation)
+        kwargs.setdefault("speculation", self.speculation or drafting(self.model))
         self.scheduler = Scheduler(
             self.model,
             cache,

@@ -52,7 +52,7 @@ from mlxcache.scheduling.loop_guard import LoopGuard
 from mlxcache.scheduling.pass_costs import measure_passes, passes_key, stored_passes
 from mlxcache.scheduling.prefill import Limits
 from mlxcache.scheduling.scheduler import Scheduler
-from mlxcache.scheduling.speculation import Speculation
+from mlxcache.scheduling.speculation import Conversations, DraftModel, Speculation
 from mlxcache.scheduling.task import Output, Task
 from mlxcache.sessions.book import SessionBook
 from mlxcache.sessions.files import PromptCacheReader, Submit, remove_stale
@@ -184,8 +184,6 @@ class ModelRuntime:
                 thread=thread,
                 on_tick=self._publish,
                 images=self.images,
-                drafts=settings.num_draft_tokens,
-                draft_rule=self._make_draft_rule(on_progress),
                 speculation=self.speculation,
             )
             self.guides = Guides(loaded.tokenizer, self.layout.vocab_size, self.label)
@@ -260,6 +258,10 @@ class ModelRuntime:
         self, on_progress: Callable[[str, float | None], None]
     ) -> Speculation | None:
         """Make the source of guesses; measure the time of passes unless that was done before."""
+        model = self.loaded.model
+        if isinstance(model, Pair):
+            rule = self._make_draft_rule(model, on_progress)
+            return DraftModel(model, rule, self.settings.num_draft_tokens)
         if self.settings.speculate == "off":
             return None
         if not self.layout.rewinds:
@@ -267,14 +269,14 @@ class ModelRuntime:
                 "model %s: --speculate auto has no effect: its cache cannot be rewound", self.label
             )
             return None
-        costs = self._measured_passes(self.loaded.model, "", on_progress)
+        costs = self._measured_passes(model, "", on_progress)
         log.info(
             "model %s: guesses from the conversation are on: a pass over 2, 4, 8 and 16 tokens "
             "takes %s times as long as a pass over one (measured)",
             self.label,
             ", ".join(f"{costs.at(0)(tokens):.2f}" for tokens in (2, 4, 8, 16)),
         )
-        return Speculation(
+        return Conversations(
             costs,
             self.settings.speculate_tokens,
             redo=self.layout.opaque,
@@ -282,12 +284,9 @@ class ModelRuntime:
         )
 
     def _make_draft_rule(
-        self, on_progress: Callable[[str, float | None], None]
-    ) -> DraftRule | None:
+        self, model: Pair, on_progress: Callable[[str, float | None], None]
+    ) -> DraftRule:
         """Measure passes of the model and its draft model, unless that was done before."""
-        model = self.loaded.model
-        if not isinstance(model, Pair):
-            return None
         costs = DraftCosts(
             self._measured_passes(model.verify, "target", on_progress),
             self._measured_passes(model.propose, "draft", on_progress),
@@ -328,7 +327,7 @@ class ModelRuntime:
         made from these tokens. `prompt`: the prompt of the conversation. Blocks while new results
         are tokenised; does nothing if no guesses are made. Any thread.
         """
-        if self.speculation is not None and isinstance(prompt, ChatPrompt):
+        if isinstance(self.speculation, Conversations) and isinstance(prompt, ChatPrompt):
             self.builders.of(owner).forms.learn(prompt.chat.messages)
 
     def _make_builder(self, context: int, replies: Replies) -> PromptBuilder:

@@ -3,31 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from mlxcache.guess.history import NO_GUESS, Guess, History
 from mlxcache.guess.rule import LONGEST, PassCost, Purse, Survival, best_length
 
 
-@dataclass(slots=True)
-class Gains:
-    """Guessed tokens that were checked, the right ones, passes with a guess, passes saved."""
-
-    drafted: int = 0
-    accepted: int = 0
-    passes: int = 0
-    saved: float = 0.0
-
-    def note(self, checked: int, accepted: int, saved: float) -> None:
-        if checked:
-            self.drafted += checked
-            self.accepted += accepted
-            self.passes += 1
-        self.saved += saved
-
-
 class ReplyGuesses:
-    """Chooses the guesses of one reply, and counts what they bring.
+    """Chooses the guesses of one reply; `saved` is what they brought, in passes of one token.
 
     `survival`: how long earlier guesses stayed right, which this reply adds to. `redo`: after a
     wrong token, the right ones before it must be fed again, as recurrent layers need it.
@@ -37,7 +19,7 @@ class ReplyGuesses:
         self, history: History, survival: Survival, *, most: int = LONGEST, redo: bool = False
     ):
         self.history = history
-        self.gains = Gains()
+        self.saved = 0.0
         self.purse = Purse()
         self._survival = survival
         self._most = most
@@ -72,15 +54,14 @@ class ReplyGuesses:
             return spent
         return spent + max(cost(2 + fed + right) - 1.0 - right for right in range(length))
 
-    def note_pass(self, cost: float, checked: int, accepted: int) -> None:
-        """Account for a pass of which `accepted` of `checked` guessed tokens were right.
+    def note_pass(self, cost: float, accepted: int) -> None:
+        """Account for a pass of which `accepted` guessed tokens were right.
 
-        `cost` includes tokens that it fed again. For a pass without a guess `checked` is 0, and
-        `cost` is above 1 if it fed tokens again, or if its launch had to wait for the result of a
-        guess.
+        `cost` includes tokens that it fed again. For a pass without a guess it is above 1 if it did
+        so, or if its launch had to wait for the result of a guess.
         """
         self.purse.note(cost, 1 + accepted)
-        self.gains.note(checked, accepted, saved=1 + accepted - cost)
+        self.saved += 1 + accepted - cost
 
     def say(self, tokens: Sequence[int]) -> None:
         """Add the newest tokens of the reply, which the model has drawn."""

@@ -60,9 +60,6 @@ class Row:
     processors: Sequence[Processor]
     context: mx.array | None
     error: Exception | None = None
-    drafted: int = 0
-    accepted: int = 0
-    draft_passes: int = 0
     id: str = "no request"
     guide: Guide | None = None
     guided: bool = False
@@ -137,11 +134,6 @@ class Row:
 
     def note_drawn(self) -> None:
         self.guided = False
-
-    def count_drafts(self, drafted: int, accepted: int) -> None:
-        self.draft_passes += drafted > 0
-        self.drafted += drafted
-        self.accepted += accepted
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,15 +17,13 @@ import mlx.core as mx
 from mlxcache.cache.checkpoints import SPACING
 from mlxcache.cache.kv_cache import KVCache
 from mlxcache.cache.ram import Evict
-from mlxcache.guess.drafts import DraftRule, ReplyDrafts
 from mlxcache.model import device, rows
 from mlxcache.model.kv import eval_states
 from mlxcache.model.pair import Pair
 from mlxcache.scheduling.decoder import Decoder, Drawn
-from mlxcache.scheduling.drafting import DraftingDecoder
-from mlxcache.scheduling.guessing import GuessingDecoder, Settled
 from mlxcache.scheduling.speculation import Speculation
 from mlxcache.scheduling.task import Task
+from mlxcache.scheduling.verifier import Pass, Proposer, Verifier
 from mlxcache.scheduling.wall import Wall
 
 log = logging.getLogger("mlxcache.engine")
@@ -39,17 +37,11 @@ SYNC = 128
 CATCH_UP = 16
 """Tokens per pass for a row that left a batch and whose lineage lacks the newest positions."""
 
-CATCH_UP_DRAFT = 256
-"""Tokens that a draft model has not seen, while nothing is drafted, from which it is fed them."""
-
 EVICTION_SHARE = 8
 """Divisor: a batch may evict other KV only if it takes at most 1/EVICTION_SHARE of the budget."""
 
 MOST_FED = 32
 """Most tokens of a pass that checks a guess, with those that it feeds again."""
-
-DRAFTS = 3
-"""Default number of tokens that a draft model proposes at once."""
 
 
 @dataclass(slots=True, eq=False)
@@ -66,7 +58,6 @@ class Lane:
     batched: bool = False
     bytes: int = 0
     capacity: int = 0
-    drafts: ReplyDrafts | None = None
 
     @property
     def steady(self) -> bool:
@@ -77,29 +68,10 @@ class Lane:
         return max(t.held.length + t.behind for t in self.tasks)
 
 
-def solo(model: Any, task: Task, *, guessing: bool = False) -> Lane:
-    """Start a lane over the task's own lineage, and feed the prompt's last token."""
-    assert task.output is not None
-    lineage, row = task.held.lineage, task.output.row
-    lineage.note_pass()
-    decoder: Decoder
-    if isinstance(model, Pair):
-        decoder = DraftingDecoder(model, row, lineage)
-    elif guessing:
-        decoder = GuessingDecoder(model, row, lineage)
-    else:
-        lockstep = lineage.layout.lockstep
-        decoder = Decoder(model, [row], lineage.caches, lambda: lineage.nbytes, lockstep=lockstep)
-    decoder.start([int(task.fed[-1])])
-    lineage.advance(1)
-    return Lane(decoder, [task])
-
-
 class Lanes:
     """All lanes, and the rules for joining them into batches and splitting them.
 
-    `drafts`: most tokens that a draft model proposes at once. `rule`: chooses their number; None
-    always proposes `drafts`.
+    `speculation`: makes the proposers of tokens that passes check; None if nothing is proposed.
     """
 
     def __init__(
@@ -109,25 +81,22 @@ class Lanes:
         wall: Wall,
         *,
         shared_bytes: int = 0,
-        drafts: int = DRAFTS,
         speculation: Speculation | None = None,
-        rule: DraftRule | None = None,
     ):
         self.model = model
         self.kv = kv
         self._wall = wall
-        self._rule = rule
         self.all: list[Lane] = []
         self.layout = kv.layout
         self._lockstep = self.layout.lockstep
         self._shared_bytes = shared_bytes
         self._changed = False
-        self._drafts = drafts
         window = self.layout.window
         self.sync_after = min(SYNC, window // 2 if window else SYNC)
         self.can_batch = self.layout.batchable and self.layout.cacheable and self.sync_after > 0
         self.can_batch = self.can_batch and not isinstance(model, Pair)
         self.speculation = speculation if self.layout.rewinds else None
+        self._proposers: dict[Task, Proposer] = {}
 
     def __len__(self) -> int:
         return sum(len(lane.tasks) for lane in self.all)
@@ -138,25 +107,45 @@ class Lanes:
     # -- joining -----------------------------------------------------------------------------
 
     def enter(self, task: Task) -> None:
-        size = self._reserve_states() if self.speculation and task.job.speculate else None
+        """Start a lane over the task's own lineage, and feed the prompt's last token."""
+        assert task.output is not None
+        lineage, row = task.held.lineage, task.output.row
+        lineage.note_pass()
+        proposer, size = self._proposer(task)
+        decoder: Decoder
         try:
-            lane: Lane = solo(self.model, task, guessing=size is not None)
+            if proposer is not None:
+                served = self.model.verify if isinstance(self.model, Pair) else self.model
+                decoder = Verifier(served, row, lineage, proposer)
+            else:
+                decoder = Decoder(
+                    *(self.model, [row], lineage.caches, lambda: lineage.nbytes),
+                    lockstep=self._lockstep,
+                )
+            decoder.start([int(task.fed[-1])])
+            lineage.advance(1)
+            if proposer is not None:
+                proposer.catch_up()
         except BaseException:
-            self.kv.budget.release("batch", size or 0)
+            self.kv.budget.release("batch", size)
             raise
-        lane.bytes = size or 0
-        if self._rule is not None and isinstance(lane.decoder, DraftingDecoder):
-            lane.drafts = ReplyDrafts(self._rule)
-        self.all.append(lane)
+        self.all.append(Lane(decoder, [task], bytes=size))
         self._changed = True
 
-    def _reserve_states(self) -> int | None:
-        """Reserve memory for two copies of a row's recurrent state, to undo wrong guesses.
+    def _proposer(self, task: Task) -> tuple[Proposer | None, int]:
+        """Return the proposer of a task, and the bytes reserved to undo wrong guesses.
 
-        Returns the bytes reserved, 0 for a model without such a state, or None if memory is short.
+        They are for two copies of a row's recurrent state, 0 for a model without such a state.
+        Nothing is proposed if memory is short.
         """
-        size = 2 * self.layout.running_bytes
-        return size if not size or self.kv.ram.reserve("batch", size, evict="idle") else None
+        proposer = self._proposers.get(task)
+        if proposer is None and self.speculation is not None:
+            proposer = self.speculation.begin(task)
+        size = 2 * self.layout.running_bytes if proposer is not None else 0
+        if proposer is None or (size and not self.kv.ram.reserve("batch", size, evict="idle")):
+            return None, 0
+        self._proposers[task] = proposer
+        return proposer, size
 
     def gather(self) -> None:
         """Join lanes of single rows of similar length, all at once: each join copies the batch."""
@@ -261,10 +250,8 @@ class Lanes:
                 self.split(lane)
             return True
         (task,) = lane.tasks
-        if isinstance(lane.decoder, DraftingDecoder):
-            return self._settle(lane, lane.decoder)
-        if isinstance(lane.decoder, GuessingDecoder) and not task.behind:
-            return self._guess(task, lane.decoder)
+        if isinstance(lane.decoder, Verifier) and task.behind <= 0:
+            return self._propose(task, lane.decoder)
         lineage = task.held.lineage
         if not self.kv.extend(task.held, lineage.length + task.behind + 1):
             return False
@@ -278,96 +265,60 @@ class Lanes:
             lineage.advance(len(piece))
         return True
 
-    def _settle(self, lane: Lane, decoder: DraftingDecoder) -> bool:
-        """Count the accepted drafts of the last pass; choose the next ones and reserve memory.
-
-        Drafts fewer or none if memory is short. Returns False without memory for one token.
-        """
-        (task,) = lane.tasks
-        lease, lineage, drafts = task.held, task.held.lineage, lane.drafts
-        if len(self.all) > 1:
-            decoder.interrupt()
-        running = decoder.in_flight
-        drafted, right = decoder.settle()
-        if running:
-            lineage.truncate(lineage.length + right)
-        if drafts is not None:
-            seconds = decoder.last[1] if decoder.last is not None else None
-            waited = decoder.waited
-            drafts.note_round(drafted, right, seconds, lineage.length, waited=waited)
-        task.note_drafts("draft")
-        most = max(0, min(self._drafts, task.limit - len(task.out) - decoder.ready - 1))
-        least, count = lineage.length + 1, most
-        if drafts is not None:
-            count = drafts.choose(most, lineage.length, decoder.unseen)
-        if not (self.kv.extend(lease, least + count) or self.kv.extend(lease, least)):
-            return False
-        count = min(count, lineage.capacity - least)
-        if not count and not running and decoder.unseen >= CATCH_UP_DRAFT:
-            if drafts is not None:
-                drafts.note_catch_up(decoder.unseen, lineage.length)
-            decoder.catch_up()
-        decoder.propose(count)
-        return True
-
     def interrupt(self) -> None:
         """Do not measure the passes in progress, which other work makes longer."""
         for lane in self.all:
-            if isinstance(lane.decoder, GuessingDecoder | DraftingDecoder):
+            if isinstance(lane.decoder, Verifier):
                 lane.decoder.interrupt()
 
-    def _guess(self, task: Task, decoder: GuessingDecoder) -> bool:
-        """Count how much of the last guess was right, make the next one, and reserve memory.
+    def _propose(self, task: Task, decoder: Verifier) -> bool:
+        """Count how much of the last guess was right, choose the next one, and reserve memory.
 
-        Nothing is guessed while rows may join a batch, if memory is short, or where the next step
+        Nothing is proposed while rows may join a batch, if memory is short, or where the next step
         takes a checkpoint. Returns False without memory for one token.
         """
-        assert self.speculation is not None
-        alone = len(self.all) == 1
+        alone, proposer = len(self.all) == 1, decoder.proposer
         if not alone:
             decoder.interrupt()
-        if (settled := self._settle_guess(task, decoder)) is not None:
-            self.speculation.note(task, settled, alone=alone)
-            task.note_drafts("history")
-        else:
-            self.speculation.note_plain(task, decoder, alone=alone)
+        for ended in self._settle(task, decoder):
+            proposer.note(ended)
+            task.note_pass(proposer.source, ended.checked, ended.right)
         lease, lineage = task.held, task.held.lineage
-        out, ready = len(task.out), max(1, len(decoder.ready))
+        out, ready = len(task.out), decoder.ready
+        after = out + max(1, len(ready))
         least = lineage.length + decoder.feeds
-        most = min(task.limit - out - ready - 1, MOST_FED - decoder.feeds)
+        most = min(task.limit - after - 1, MOST_FED - decoder.feeds)
         if self.layout.opaque:  # a checkpoint takes the state that is right after its token
-            most = min(most, -(out + ready) % SPACING - 1)
+            most = min(most, -after % SPACING - 1)
         joining = self.can_batch and self._changed and not alone
-        guess = self.speculation.propose(task, decoder, 0 if joining else most)
-        if guess and not self.kv.extend(lease, least + len(guess) + 1):
-            guess = []  # the right tokens of a guess are handed out with the pass after it
+        count = proposer.choose(0 if joining else most, ready, decoder.feeds - 1)
+        if count and not self.kv.extend(lease, least + count + 1):
+            count = 0  # the right tokens of a guess are handed out with the pass after it
         if not self.kv.extend(lease, least):
             return False
-        decoder.propose(guess)
+        decoder.propose(count)
         return True
 
-    def _settle_guess(self, task: Task, decoder: GuessingDecoder) -> Settled | None:
-        """Return the result of the last guess; None if none was checked, or its pass failed."""
+    def _settle(self, task: Task, decoder: Verifier) -> list[Pass]:
+        """Return the passes that have ended; a pass over a guess that failed is made without it."""
         try:
             return decoder.settle()
         except Exception as error:
             if not self._undo_guess(task, decoder, error):
                 raise
         decoder.refeed()
-        return None
+        return []
 
     def _undo_guess(self, task: Task, decoder: Decoder, error: Exception) -> bool:
         """Take back a pass that checks a guess, after `error`; return whether to go on without it.
 
-        Nothing more is guessed in the reply then. After a device error nothing is taken back,
+        Nothing more is proposed in the reply then. After a device error nothing is taken back,
         because all KV since the last confirmation may be wrong.
         """
-        if device.is_device_error(error) or not isinstance(decoder, GuessingDecoder):
+        if device.is_device_error(error) or not isinstance(decoder, Verifier):
             return False
         if not (decoder.undo() and task.held.lineage.sound()):
             return False
-        assert self.speculation is not None
-        self.speculation.stop(task)
         log.warning(
             "%s: pass over guessed tokens failed; no further guesses in this reply: %s",
             *(task.record.id, error),
@@ -409,8 +360,8 @@ class Lanes:
     def sync(self, task: Task) -> None:
         """Bring the KV of a task's lineage up to the tokens that were handed out."""
         lane = self.find(task)
-        if lane is not None and isinstance(lane.decoder, DraftingDecoder):
-            lane.decoder.catch_up()
+        if lane is not None and isinstance(lane.decoder, Verifier):
+            lane.decoder.proposer.catch_up()
         elif lane is not None:
             self._sync(lane)
 
@@ -420,13 +371,11 @@ class Lanes:
         """Remove the tasks `gone` from a lane; a batch that gets too small, or fails, is split."""
         self._changed = True
         keep = [i for i, task in enumerate(lane.tasks) if task not in gone]
-        self._end_guesses(gone)
+        self._end_proposals(gone)
         try:
             self._sync(lane)
-            if isinstance(lane.decoder, GuessingDecoder):
+            if isinstance(lane.decoder, Verifier):
                 lane.decoder.rewind(lane.tasks[0].fed_ids())
-            elif isinstance(lane.decoder, DraftingDecoder):
-                self._end_drafts(lane, lane.decoder)
             if len(keep) > 1 and self._narrow(lane, keep):
                 return
         except Exception as error:  # noqa: BLE001 - logged by the wall
@@ -440,16 +389,10 @@ class Lanes:
         self.all = [ln for ln in self.all if ln.batched or ln.tasks[0] not in gone]
         mx.clear_cache()
 
-    def _end_drafts(self, lane: Lane, decoder: DraftingDecoder) -> None:
-        (task,) = lane.tasks
-        if lane.drafts is not None:
-            task.note_guesses(lane.drafts.seconds_saved(task.length))
-        decoder.rewind(min(task.length, task.held.lineage.length))
-
-    def _end_guesses(self, gone: list[Task]) -> None:
-        if self.speculation is not None:
-            for task in gone:
-                task.note_guesses(self.speculation.end(task))
+    def _end_proposals(self, gone: Collection[Task]) -> None:
+        for task in gone:
+            if (proposer := self._proposers.pop(task, None)) is not None:
+                task.note_saved(proposer.end())
 
     def _narrow(self, lane: Lane, keep: list[int]) -> bool:
         """Keep only the rows with indices `keep`; False if there is no memory for their copies."""
@@ -474,7 +417,7 @@ class Lanes:
             self.kv.budget.release("batch", lane.bytes)
             if lane.batched:
                 self._lockstep.drop_batch(lane.decoder.caches)
-            self._end_guesses(lane.tasks)
+            self._end_proposals(lane.tasks)
 
     def split(self, lane: Lane) -> None:
         """Split a batch into lanes of one row; each continues from the end of its own lineage."""
@@ -485,10 +428,10 @@ class Lanes:
             (row,) = own.rows
             if row.processors:
                 row.set_context(mx.array(task.fed_ids()))
-            size = self._reserve_states() if self.speculation and task.job.speculate else None
-            if size is not None:
-                own = GuessingDecoder.resumed(own, task.held.lineage)
-            lanes.append(Lane(own, [task], bytes=size or 0))
+            proposer, size = self._proposer(task)
+            if proposer is not None:
+                own = Verifier.resumed(own, task.held.lineage, proposer)
+            lanes.append(Lane(own, [task], bytes=size))
         self._lockstep.drop_batch(lane.decoder.caches)
         self.all.remove(lane)
         self.all += lanes
@@ -497,4 +440,4 @@ class Lanes:
 
 
 def _in_flight(lane: Lane) -> bool:
-    return isinstance(lane.decoder, GuessingDecoder) and lane.decoder.in_flight
+    return isinstance(lane.decoder, Verifier) and lane.decoder.in_flight

@@ -15,7 +15,6 @@ import mlx.core as mx
 
 from mlxcache.cache.kv_cache import KVCache, Lease
 from mlxcache.errors import GenerationFailed, Inconsistent, MlxcacheError, StoreError
-from mlxcache.guess.drafts import DraftRule
 from mlxcache.mlx_thread import MlxThread
 from mlxcache.model import device
 from mlxcache.scheduling.admission import Admission, FairQueue
@@ -23,7 +22,7 @@ from mlxcache.scheduling.anticipate import IdlePrefill
 from mlxcache.scheduling.cost import Cost
 from mlxcache.scheduling.decoder import Drawn, NonFiniteOutput
 from mlxcache.scheduling.images import Images
-from mlxcache.scheduling.lanes import DRAFTS, Lane, Lanes
+from mlxcache.scheduling.lanes import Lane, Lanes
 from mlxcache.scheduling.prefill import (
     ALONE_S,
     DECODING_S,
@@ -83,9 +82,7 @@ class Scheduler:
         thread: MlxThread | None = None,
         on_tick: Callable[[], None] = lambda: None,
         images: Images | None = None,
-        drafts: int = DRAFTS,
         speculation: Speculation | None = None,
-        draft_rule: DraftRule | None = None,
         balance: PrefillDecodeBalance | None = None,
         queue: FairQueue | None = None,
     ):
@@ -104,9 +101,7 @@ class Scheduler:
             kv,
             self.wall,
             shared_bytes=cost.shared_bytes,
-            drafts=drafts,
             speculation=speculation,
-            rule=draft_rule,
         )
         self.idle_prefill = IdlePrefill(kv, self.prefill, self.wall)
         self.admission = Admission(kv, limits, cost, prepare, self.idle_prefill.note_use)

@@ -326,16 +326,20 @@ class Task:
         self.record.timing[name] = round(now - self.phase_began, 6)
         self.phase_began = now
 
-    def note_drafts(self, source: GuessSource) -> None:
-        assert self.output is not None
-        if self.output.row.drafted:
-            self.record.guess_source = source
-        self.record.drafted_tokens = self.output.row.drafted
-        self.record.accepted_tokens = self.output.row.accepted
-        self.record.guess_passes = self.output.row.draft_passes
+    def note_pass(self, source: GuessSource, checked: int, right: int) -> None:
+        """Count a pass that checked `checked` proposed tokens."""
+        record = self.record
+        if checked:
+            record.guess_source = source
+            record.drafted_tokens += checked
+            record.accepted_tokens += right
+            record.guess_passes += 1
 
-    def note_guesses(self, saved_s: float) -> None:
-        self.record.guess_saved_s = round(self.record.guess_saved_s + saved_s, 6)
+    def note_saved(self, seconds: float) -> None:
+        self.record.guess_saved_s = round(self.record.guess_saved_s + seconds, 6)
+
+    def may_steer(self, within: int) -> bool:
+        return self.output is not None and self.output.may_steer(within)
 
     def show_progress(self) -> None:
         done = min(self.held.length, self.prompt_tokens)

@@ -63,7 +63,7 @@ def slowest(
         size = 1 + again + len(guess)
         took = read(size) * (off[size - 1] if size <= len(off) else off[-1])
         spent += took
-        guesses.note_pass(costs.observe(size, scale * took, 0), len(guess), right)
+        guesses.note_pass(costs.observe(size, scale * took, 0), right)
         said += 1 + right
         again = again + right + 1 if redo and right < len(guess) else 0
         drawn = bool(guess)

@@ -22,7 +22,7 @@ from mlxcache.guess.rule import PassCosts
 from mlxcache.model.pair import Pair
 from mlxcache.scheduling.pass_costs import measure_passes
 from mlxcache.tree.budget import Budget
-from tests.scheduled import Bench
+from tests.scheduled import Bench, drafting
 from tests.toys.toy import make_toy
 
 FAMILIES = ("llama", "gemma3", "deepseek_v3")
@@ -51,7 +51,7 @@ def ruled(pair: Bench) -> Bench:
         PassCosts(measure_passes(part, layout, ROOM)) for part in (model.verify, model.propose)
     )
     rule = DraftRule(DraftCosts(target, draft))
-    fresh.use(KVCache.open(layout, Budget(1 << 30)), draft_rule=rule)
+    fresh.use(KVCache.open(layout, Budget(1 << 30)), speculation=drafting(model, rule))
     return fresh
 
 

@@ -109,7 +109,7 @@ def write(
         spent = cost(1 + again + len(guess))
         total += spent
         measured.passes += 1
-        guesses.note_pass(spent, len(guess), right)
+        guesses.note_pass(spent, right)
         new = at + 1 + right if guess else at  # the newest token that is known afterwards
         guesses.say(ids[at + drawn : new + 1])
         again = again + right + 1 if redo and right < len(guess) else 0

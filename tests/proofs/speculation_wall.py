@@ -21,7 +21,7 @@ from mlxcache.guess.forms import reply_form
 from mlxcache.guess.rule import PassCosts
 from mlxcache.model.kv import Layout
 from mlxcache.scheduling.pass_costs import measure_passes
-from mlxcache.scheduling.speculation import Speculation
+from mlxcache.scheduling.speculation import Conversations
 from mlxcache.scheduling.task import Output, Task
 from mlxcache.types import Tokens, token_ids
 from tests.proofs.agent_sessions import Kind, Style, Words, session
@@ -127,7 +127,7 @@ def compare(plain: Bench, costs: PassCosts, shape: tuple[Kind, Style]) -> Compar
     found = Compared()
     for pair in range(PAIRS):
         forms = dict[str, Tokens]()
-        fast = speculating(plain, Speculation(costs, forms=lambda task, made=forms: made))  # type: ignore[misc]
+        fast = speculating(plain, Conversations(costs, forms=lambda task, made=forms: made))  # type: ignore[misc]
         slow = plain.twin()
         for number, turn in enumerate(turns(*shape, Words())):
             forms.update(turn.forms)

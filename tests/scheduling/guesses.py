@@ -12,8 +12,7 @@ import pytest
 from mlxcache.cache.kv_cache import KVCache
 from mlxcache.guess.drafts import DraftCosts
 from mlxcache.guess.rule import LENGTHS, Curves, PassCosts
-from mlxcache.scheduling.guessing import GuessingDecoder
-from mlxcache.scheduling.speculation import Speculation
+from mlxcache.scheduling.speculation import Conversations, HistoryProposer, Speculation
 from mlxcache.scheduling.task import Task
 from mlxcache.tree.budget import Budget
 from tests.scheduled import Bench
@@ -35,7 +34,7 @@ def use_cheap_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DraftCosts, "excess", lambda self, seconds, cached: 0.0)
 
 
-class Foretold(Speculation):
+class Foretold(Conversations):
     """Guesses of tokens that are known to come, of which every other guess has a wrong one.
 
     `truth`: replies by their number of prompt tokens. `wrong`: share of guesses with a wrong token.
@@ -43,31 +42,36 @@ class Foretold(Speculation):
 
     def __init__(self, truth: dict[int, Sequence[int]], *, wrong: float = 0.5, seed: int = 1):
         super().__init__(CHEAP)
-        self._truth, self._wrong = truth, wrong
-        self._rng = random.Random(seed)
+        self.truth, self.wrong = truth, wrong
+        self.rng = random.Random(seed)
         self.proposed: list[int] = []
 
     def foretell(self, prompt_tokens: int, reply: Sequence[int]) -> None:
         """Guess `reply` after prompts of that many tokens."""
-        self._truth[prompt_tokens] = reply
+        self.truth[prompt_tokens] = reply
 
-    def propose(self, task: Task, decoder: GuessingDecoder, most: int) -> list[int]:
-        output = task.output
-        assert output is not None
-        super().propose(task, decoder, 0)
-        running = self._running.get(task)
-        if running is None or running.stopped or most < 1 or output.may_steer(96):
+    def begin(self, task: Task) -> HistoryProposer:
+        return _Foreteller(self, task)
+
+
+class _Foreteller(HistoryProposer):
+    def __init__(self, foretold: Foretold, task: Task):
+        super().__init__(foretold, task)
+        self.foretold = foretold
+
+    def guess(self, most: int, ready: Sequence[int], again: int) -> Sequence[int]:
+        super().guess(0, ready, again)
+        foretold, task = self.foretold, self.task
+        rng = foretold.rng
+        if self.stopped or most < 1 or task.may_steer(96) or rng.random() < 0.15:
             return []
-        if self._rng.random() < 0.15:
-            return []
-        ready = decoder.ready
         at = len(task.out) + (len(ready) or 1)
-        count = self._rng.randrange(1, 32)
-        guess = list(self._truth.get(task.prompt_tokens, ())[at : at + min(count, most)])
-        if guess and self._rng.random() < self._wrong:
-            place = self._rng.randrange(len(guess))
-            guess[place] = (guess[place] + 1 + self._rng.randrange(50)) % 400
-        self.proposed.append(len(guess))
+        count = rng.randrange(1, 32)
+        guess = list(foretold.truth.get(task.prompt_tokens, ())[at : at + min(count, most)])
+        if guess and rng.random() < foretold.wrong:
+            place = rng.randrange(len(guess))
+            guess[place] = (guess[place] + 1 + rng.randrange(50)) % 400
+        foretold.proposed.append(len(guess))
         return guess
 
 

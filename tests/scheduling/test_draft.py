@@ -26,12 +26,15 @@ from mlxcache.types import Sampling, TokenLogprob, token_ids
 from tests import scheduled as bench_module
 from tests.conftest import ToyMaker
 from tests.rounding import rounding
-from tests.scheduled import Bench, PlainParser, admitted, finished
+from tests.scheduled import Bench, PlainParser, admitted, drafting, finished
 from tests.scheduling import test_scheduler as plain_tests
 from tests.scheduling.drafts import KINDS, Kind, make_draft, make_resized
 from tests.scheduling.history import live
 
 MANY = int(os.environ.get("MLXCACHE_HISTORIES", "0"))
+
+SPARSE = ("deepseek_v32", "glm_moe_dsa")
+"""Families whose attention chooses the positions that it attends to."""
 
 SAMPLINGS = (
     Sampling(),
@@ -71,7 +74,12 @@ def prompt(rng: np.random.Generator, n: int) -> list[int]:
 
 
 def check_kv(bench: Bench, task: Task, ids: list[int]) -> None:
-    """What the tree holds of `ids` is what both models compute for them at once."""
+    """What the tree holds of `ids` is what both models compute for them at once.
+
+    Sparse attention takes other positions where two scores are the same up to rounding: a position
+    in a hundred may differ then.
+    """
+    sparse = getattr(bench.model, "model_type", "") in SPARSE
     match = bench.kv.tree.match(token_ids(ids))
     assert match.length == len(ids)
     fresh = bench.kv.layout.make()
@@ -83,8 +91,8 @@ def check_kv(bench: Bench, task: Task, ids: list[int]) -> None:
             for j, array in enumerate(kv.arrays_of(slots[linear])):
                 held = owner.view(i, j, start, end)
                 expected = array[..., start:end, :]
-                close = mx.allclose(held, expected, rtol=0, atol=rounding(expected))
-                assert close, (i, j, start, end)
+                off = mx.any(mx.abs(held - expected) > rounding(expected), axis=(0, 1, 3))
+                assert off.sum().item() <= sparse * (end - start) / 100, (i, j, off)
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS[:2])
@@ -351,7 +359,7 @@ def ruled(bench: Bench, slope: float, share: float) -> Bench:
     fresh = bench.twin()
     fresh.use(
         KVCache.open(fresh.kv.layout, Budget(1 << 30)),
-        draft_rule=DraftRule(FixedCosts(target, draft)),
+        speculation=drafting(fresh.model, DraftRule(FixedCosts(target, draft))),
     )
     return fresh
 

@@ -15,8 +15,8 @@ from mlxcache.bench.device_faults import FailingDevice
 from mlxcache.errors import GenerationFailed
 from mlxcache.scheduling import decoder
 from mlxcache.scheduling.decoder import NonFiniteOutput
-from mlxcache.scheduling.guessing import GuessingDecoder
 from mlxcache.scheduling.task import Task
+from mlxcache.scheduling.verifier import Verifier
 from mlxcache.types import Finished, Sampling
 from tests.conftest import ToyMaker
 from tests.scheduled import Bench
@@ -98,7 +98,7 @@ def test_a_draw_that_cannot_be_evaluated_is_made_again_without_its_guess(
         if not (late and left[0] <= 0):
             async_eval(*arrays)
 
-    monkeypatch.setattr("mlxcache.scheduling.drafting.normalised", spoilt)
+    monkeypatch.setattr("mlxcache.scheduling.verifier.normalised", spoilt)
     monkeypatch.setattr(mx, "async_eval", lazy)
     check_goes_on(fast, ids, plain)
     assert left[0] <= 0
@@ -220,4 +220,4 @@ def checking(bench: Bench, after: int) -> bool:
     """True while a pass over a guess is launched in a reply of `after` tokens or more."""
     lanes = [lane for lane in bench.scheduler.lanes.all if len(lane.tasks[0].out) >= after]
     decoders = [lane.decoder for lane in lanes]
-    return any(isinstance(one, GuessingDecoder) and one.proposed > 4 for one in decoders)
+    return any(isinstance(one, Verifier) and one.proposed > 4 for one in decoders)

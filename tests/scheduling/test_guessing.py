@@ -15,9 +15,9 @@ from mlxcache.model import kv
 from mlxcache.model.lineage import Lineage
 from mlxcache.scheduling import scheduler
 from mlxcache.scheduling.decoder import Drawn, Row
-from mlxcache.scheduling.guessing import GuessingDecoder
-from mlxcache.scheduling.speculation import Speculation
+from mlxcache.scheduling.speculation import Conversations, HistoryProposer
 from mlxcache.scheduling.task import Task
+from mlxcache.scheduling.verifier import Verifier
 from mlxcache.tree.budget import Budget
 from mlxcache.types import Sampling, TokenLogprob, join_ids, token_ids
 from tests.conftest import ToyMaker
@@ -163,7 +163,10 @@ def test_a_decoder_that_fed_nothing_leaves_its_lineage_as_it_is(
     bench.model(mx.array(ids)[None], cache=lineage.caches)
     kv.eval_states(lineage.caches)
     lineage.advance(len(ids))
-    decoder = GuessingDecoder(bench.model, Row(lambda logits: logits, (), None), lineage)
+    task = bench.put(ids, tokens=1)
+    proposer = HistoryProposer(Conversations(CHEAP), task)
+    row = Row(lambda logits: logits, (), None)
+    decoder = Verifier(bench.model, row, lineage, proposer)
     decoder.rewind(join_ids(ids, token_ids([5, 6])))
     assert lineage.length == len(ids)
 
@@ -237,7 +240,7 @@ def test_replies_that_can_share_a_batch_do(bench: Bench, rng: np.random.Generato
     second = fast.put(prompts[1], tokens=40)
     fast.run(until=lambda: any(lane.batched for lane in fast.scheduler.lanes.all))
     (lane,) = fast.scheduler.lanes.all
-    assert not isinstance(lane.decoder, GuessingDecoder)
+    assert not isinstance(lane.decoder, Verifier)
     drafted = first.record.drafted_tokens
     fast.run()
     assert [first.out, second.out] == [task.out for task in plain]
@@ -304,7 +307,7 @@ def test_a_reply_that_repeats_is_guessed_from_its_own_conversation(
 ) -> None:
     """Most of a second reply that says the same is guessed, and none if the request says so."""
     bench, ids = Bench(toy_paths["llama"]), prompt(rng, 80)
-    fast = speculating(bench, Speculation(CHEAP))
+    fast = speculating(bench, Conversations(CHEAP))
     first = fast.ask(ids, tokens=60)
     again = fast.ask(ids, tokens=60)
     assert again.out == first.out == bench.ask(ids, tokens=60).out
@@ -324,7 +327,7 @@ def test_no_owner_is_guessed_for_from_anothers_text(
 ) -> None:
     """The same prompt and reply, of another owner: nothing is known of it."""
     bench, ids = Bench(toy_paths["llama"]), prompt(rng, 80)
-    fast, drafted = speculating(bench, Speculation(CHEAP)), []
+    fast, drafted = speculating(bench, Conversations(CHEAP)), []
     for owner in ("a", "b", "a"):
         task = fast.put(ids, tokens=40)
         task.job = replace(task.job, owner=owner)

@@ -24,7 +24,7 @@ from mlxcache.guess.rule import LENGTHS, PassCosts
 from mlxcache.model.load import Loaded
 from mlxcache.model.own_time import rounding
 from mlxcache.scheduling.pass_costs import FAR, NEAR
-from mlxcache.scheduling.speculation import Speculation
+from mlxcache.scheduling.speculation import Conversations
 from mlxcache.types import (
     Finished,
     RequestRecord,
@@ -258,7 +258,7 @@ async def speculation(model: Path, folder: Path, scale: Scale, found: Findings) 
     """
     async with running_inside(model, folder, "auto", speculate="auto") as inside:
         guesses = inside.core.speculation
-        if guesses is None:
+        if not isinstance(guesses, Conversations):
             raise NotPlain("this model's cache cannot be rewound: nothing is guessed")
         costs = guesses.costs
         for cached in (NEAR, FAR):
@@ -277,7 +277,7 @@ async def speculation(model: Path, folder: Path, scale: Scale, found: Findings) 
 
 
 async def _compare_guessed(
-    inside: Inside, guesses: Speculation, scale: Scale, found: Findings
+    inside: Inside, guesses: Conversations, scale: Scale, found: Findings
 ) -> Comparison:
     """Compare two greedy replies that use guesses with one that does not.
 

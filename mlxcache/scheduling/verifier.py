@@ -1,0 +1,474 @@
+"""Decoding of one lineage that checks proposed tokens: several tokens in one pass of the model.
+
+The model's own draw decides at each position, with the sampler, processors and guide as they are
+there, so the reply is the same as without proposals, also with a seed. Without one a step is that
+of `Decoder`. With one, a step launches a pass over the pending token, which the pass before may
+still be drawing, and the guess. Until `settle` the caches then hold the guessed tokens too, which
+the lineage does not count. MLX thread only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from typing import Protocol, cast
+
+import mlx.core as mx
+import numpy as np
+
+from mlxcache.model import kv
+from mlxcache.model.guidance.guide import Bitmask, Guide
+from mlxcache.model.guidance.thinking import allows
+from mlxcache.model.kv import State
+from mlxcache.model.lineage import Lineage
+from mlxcache.model.sampling import masked
+from mlxcache.scheduling.decoder import Decoder, Drawn, Row, Sampler, normalised, processed
+from mlxcache.types import GuessSource, Tokens
+
+
+@dataclass(slots=True)
+class Draws:
+    """State of sampler, context and guide before the next draw.
+
+    Each state has its own copy of the sampler, which every draw changes, and of the guide, which
+    every token changes. `context`: all token ids so far, shape (n,); None without processors.
+    `mask`: tokens that `guide` allows next; None if it allows all or was not asked yet.
+    """
+
+    row: Row
+    sampler: Sampler
+    context: mx.array | None
+    guide: Guide | None = None
+    mask: Bitmask | None = None
+
+    def draw(self, logits: mx.array) -> tuple[mx.array, mx.array, mx.array, Draws]:
+        """Draw a token from `logits`, shape (1, vocabulary). Exceptions are recorded in the row.
+
+        Returns the token, the log-probabilities of all tokens, whether they are finite, and the
+        state after the draw.
+        """
+        sampler = copy(self.sampler)
+        if self.context is not None:
+            logits = processed(self.row, self.context, logits)
+        if self.guide is not None:
+            self.mask = self.row.allowed(self.guide) if self.mask is None else self.mask
+            logits = logits if self.mask is None else masked(logits, [self.mask])
+        logprobs, finite = normalised(logits)
+        try:
+            token = sampler(logprobs)
+        except Exception as error:  # noqa: BLE001 - logged as the request fails
+            self.row.fail(error)
+            token = mx.zeros(1, mx.uint32)
+        return token, logprobs, finite, Draws(self.row, sampler, self.context, self.guide)
+
+    def seen(self, token: mx.array, *, drawn: bool = True) -> Draws:
+        """Return the state with `token`, shape (1,), appended to the context."""
+        context, guide = self.context, self.guide
+        if context is not None:
+            context = mx.concatenate([context, token.astype(mx.int32)])
+        if guide is not None and drawn:
+            guide = guide.copy()
+            self.row.advance(guide, int(cast(int, token.item())))
+        return Draws(self.row, self.sampler, context, guide)
+
+    def trial(self) -> Draws:
+        return replace(self, row=self.row.trial())
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """A pass over `fed` tokens that has ended; it checked `checked` of which `right` were right.
+
+    `seconds`: from when the tokens before it were known, with what making the guess took; None if
+    the model did other work meanwhile. `waited`: it was launched only when these were known, so
+    `seconds` includes the launch.
+    """
+
+    fed: int
+    seconds: float | None
+    waited: bool
+    checked: int = 0
+    right: int = 0
+
+
+class Proposer(Protocol):
+    """Proposes the tokens that the passes of one reply check, and learns what was right.
+
+    Nothing is computed for a proposal before it is chosen.
+    """
+
+    source: GuessSource
+
+    def choose(self, most: int, ready: Sequence[int], again: int) -> int:
+        """Return how many tokens, up to `most`, the next pass should check.
+
+        `ready`: the tokens drawn but not handed out, if they are known. `again`: number of tokens
+        that the pass feeds again.
+        """
+
+    def draft(self, count: int, newest: mx.array, state: Draws) -> tuple[mx.array, Sequence[Draws]]:
+        """Return `count` tokens that may follow `newest`, shape (count,), with their states.
+
+        `state`: before the draw after `newest`. The states are those before each further draw, with
+        a trial row; none if the caller is to make them. Then it may need the ids at once.
+        """
+
+    def note(self, ended: Pass) -> None: ...
+
+    def note_fed(self, tokens: Sequence[int]) -> None:
+        """Take note of tokens that the lineage holds, but that `draft` has not seen."""
+
+    def undo(self) -> None:
+        """Forget the tokens of the last `draft`, whose pass has failed; propose no more."""
+
+    def catch_up(self) -> None:
+        """Complete what this proposer keeps in the lineage, for a commit. Does not block."""
+
+    def rewind(self, cut: int) -> None:
+        """Do what `catch_up` does, after `cut` positions were cut from the lineage."""
+
+    def end(self) -> float:
+        """End the reply, or its present computation; return the seconds saved since the start."""
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A pass in progress that checks a guess, with its n draws.
+
+    `newest`: the token that was pending, shape (1,). `again`: tokens before it that are fed again,
+    because they were taken back with a wrong guess. `guess`: the tokens after it, of which the
+    first n - 1 are checked. `tokens`: shape (n,). `logprobs`: of shape (1, vocabulary) each.
+    `finite`: shape (n,). `after`: the state after each draw.
+    """
+
+    newest: mx.array
+    again: Sequence[int]
+    guess: mx.array
+    tokens: mx.array
+    logprobs: Sequence[mx.array]
+    finite: mx.array
+    after: Sequence[Draws]
+
+
+class Cut:
+    """Takes wrong tokens back from a lineage whose layers can all be cut at any token."""
+
+    def __init__(self, lineage: Lineage):
+        self.lineage = lineage
+
+    def mark(self) -> None:
+        """Prepare for a pass whose guess may be wrong."""
+
+    def forget(self) -> None:
+        """Drop what earlier passes needed: none of them will be taken back."""
+
+    def keep(self, right: int, fed: Sequence[int], checked: int) -> list[int]:
+        """Keep `fed` and `right` of `checked` guessed tokens; return those to feed again."""
+        self.lineage.truncate(self.lineage.length + right)
+        return []
+
+    def undo(self) -> bool:
+        """Undo the newest pass, whose tokens the lineage does not count; False if that fails."""
+        return True
+
+    def rewind(self, ids: Tokens, feed: Callable[[Tokens], None], *, running: bool) -> None:
+        """Set the lineage to `ids`, fed before. `running`: a pass with a guess is in progress."""
+        self.lineage.truncate(min(self.lineage.length, len(ids)))
+
+
+class PutBack(Cut):
+    """Puts the state of recurrent layers back, after which the right tokens are fed again."""
+
+    def __init__(self, lineage: Lineage):
+        super().__init__(lineage)
+        self._points: list[tuple[int, State]] = []
+
+    def mark(self) -> None:
+        self._points.append((self.lineage.length, kv.hold(self.lineage.slots)))
+
+    def forget(self) -> None:
+        self._points.clear()
+
+    def keep(self, right: int, fed: Sequence[int], checked: int) -> list[int]:
+        self._points = self._points[-1:]
+        if right == checked:
+            return super().keep(right, fed, checked)
+        self._return_to(*self._points[-1])
+        return list(fed)
+
+    def undo(self) -> bool:
+        if not self._points:
+            return True
+        start, state = self._points[-1]
+        if start == self.lineage.length:
+            kv.put_back(self.lineage.slots, state)
+        return kv.are_sound(state)
+
+    def rewind(self, ids: Tokens, feed: Callable[[Tokens], None], *, running: bool) -> None:
+        lineage, points = self.lineage, self._points
+        self._points = []
+        exact = not running and lineage.length == len(ids)
+        if exact or (not points and lineage.length < len(ids)):  # nothing was fed since `resumed`
+            return
+        start, state = [point for point in points if point[0] <= len(ids)][-1]
+        self._return_to(start, state)
+        if start == len(ids):
+            return
+        lineage.note_pass()
+        try:
+            feed(ids[start:])
+            kv.eval_states(lineage.caches)
+        except BaseException:  # what was computed up to there is kept
+            self._return_to(start, state)
+            raise
+        lineage.advance(len(ids) - start)
+
+    def _return_to(self, start: int, state: State) -> None:
+        self.lineage.truncate(start)
+        kv.put_back(self.lineage.slots, state)
+
+
+class Verifier(Decoder):
+    """Decoder of one row over the caches of `lineage`, which checks what `proposer` proposes."""
+
+    def __init__(
+        self,
+        model: object,
+        row: Row,
+        lineage: Lineage,
+        proposer: Proposer,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        super().__init__(model, [row], lineage.caches, lambda: lineage.nbytes)
+        self.proposer = proposer
+        self.proposed = 0
+        self._lineage = lineage
+        self._clock = clock
+        self._undo = PutBack(lineage) if lineage.layout.opaque else Cut(lineage)
+        self._flight: _Flight | None = None
+        self._failed: _Flight | None = None
+        self._again: list[int] = []
+        self._accepted: list[Drawn] = []
+        self._settled = False
+        self._ended: list[Pass] = []
+        self._running, self._waits = 1, False
+        self._known_at: float | None = None
+
+    @classmethod
+    def resumed(cls, decoder: Decoder, lineage: Lineage, proposer: Proposer) -> Verifier:
+        own = cls(decoder.model, decoder.rows[0], lineage, proposer)
+        own._take(decoder, slice(0, 1))
+        return own
+
+    def start(self, inputs: Sequence[int]) -> None:
+        super().start(inputs)
+        self.proposer.note_fed(inputs)
+
+    # -- between two steps -------------------------------------------------------------------------
+
+    @property
+    def in_flight(self) -> bool:
+        return self._flight is not None
+
+    @property
+    def ready(self) -> list[int]:
+        """Ids of the tokens that the next step hands out, if the newest pass checked a guess."""
+        if not self._settled or self.pending is None:
+            return []
+        return [*(drawn.token for drawn in self._accepted), *np.asarray(self.pending).tolist()]
+
+    @property
+    def feeds(self) -> int:
+        return 1 + len(self._again)
+
+    @property
+    def writes(self) -> int:
+        """A draft model writes to its buffers token by token."""
+        return max(1, self.proposed)
+
+    def settle(self) -> list[Pass]:
+        """Wait for a pass that checks a guess; return the passes that ended since the last call.
+
+        Takes the wrong tokens back from the lineage. The next step hands out the right ones and one
+        more. Raises what evaluating the pass raises; `undo` can be called then.
+        """
+        flight = self._flight
+        if flight is None:
+            self._undo.forget()
+        else:
+            self._settle(flight)
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _settle(self, flight: _Flight) -> None:
+        tokens, finite = np.asarray(flight.tokens).tolist(), np.asarray(flight.finite).tolist()
+        guess = np.asarray(flight.guess).tolist()
+        self._flight = None
+        (row,) = self.rows
+        right = 0
+        # a change of the guide applies from the token after the first one on
+        most = 0 if row.steering is not None else len(flight.after) - 1
+        while right < most and finite[right] and tokens[right] == guess[right]:
+            right += 1
+        fed = [*flight.again, *np.asarray(flight.newest).tolist(), *guess[:right]]
+        self._again = self._undo.keep(right, fed, len(guess))
+        if right == len(guess):
+            self.proposer.note_fed(guess[-1:])
+        after = flight.after[right]
+        row.resume(after.sampler, after.context, after.guide)
+        self._accepted = [Drawn(row, tokens[i], flight.logprobs[i][0]) for i in range(right)]
+        chosen = slice(right, right + 1)
+        self._set_pending(flight.tokens[chosen], flight.logprobs[right], flight.finite[chosen])
+        self._settled = True
+        self._note_end(len(guess), right)
+
+    def _note_end(self, checked: int = 0, right: int = 0) -> None:
+        now = self._clock()
+        seconds = None if self._known_at is None else now - self._known_at
+        self._ended.append(Pass(self._running, seconds, self._waits, checked, right))
+        self._known_at = now
+
+    def propose(self, count: int) -> None:
+        """Let the next pass check `count` tokens of the proposer."""
+        self.proposed = count
+
+    def undo(self) -> bool:
+        """Take back the newest pass, if it checks a guess; return whether to go on without it.
+
+        Call after an exception in `settle` or `step`. Then `refeed` a pass that was running, or
+        repeat the `step`, if the KV is intact. False also if a recurrent state from before the pass
+        is lost. The guess is dropped in any case.
+        """
+        flight, self._flight = self._flight, None
+        checks, self.proposed = flight is not None or self.proposed > 0, 0
+        self._known_at = None
+        if not checks:
+            return False
+        self.proposer.undo()
+        lineage = self._lineage
+        lineage.truncate(lineage.length - (1 + len(flight.again) if flight is not None else 0))
+        self._failed = flight
+        return self._undo.undo()
+
+    def refeed(self) -> None:
+        """Feed the tokens of a running pass that `undo` took back, without its guess."""
+        failed, self._failed = self._failed, None
+        if failed is None:
+            return
+        self._lineage.note_pass()
+        self._set_running(self._launch(failed.newest, failed.again, 0))
+        self._running = 1 + len(failed.again)
+        self.proposer.note_fed(np.asarray(failed.newest).tolist())
+        self._lineage.advance(self._running)
+
+    def interrupt(self) -> None:
+        """Note that the model does other work before the next step, whose time is not measured."""
+        self._known_at = None
+
+    def rewind(self, ids: Tokens) -> None:
+        """Set the lineage to `ids`, fed before: the prompt and the tokens handed out.
+
+        A lineage that is shorter, because nothing was fed since `resumed`, is left as it is. Blocks
+        if a recurrent state must be computed again.
+        """
+        before, running = self._lineage.length, self.in_flight
+        self._flight = self.pending = None
+        self._undo.rewind(ids, self._feed, running=running)
+        self.proposer.rewind(max(0, before - self._lineage.length))
+
+    def _feed(self, ids: Tokens) -> None:
+        self.model(mx.array(ids)[None], cache=self.caches, **self.places)
+
+    # -- a step ------------------------------------------------------------------------------------
+
+    def step(self) -> list[list[Drawn]]:
+        """Return the known tokens and the pending one; start a pass that feeds the latter."""
+        accepted, count, again = self._accepted, self.proposed, self._again
+        if count or again:
+            drawn = self._step_over(again, count)
+        else:
+            (drawn,) = super().step()
+        if not count:
+            self.proposer.note_fed([one.token for one in drawn])
+        if not self._settled:
+            self._note_end()
+        self._waits, self._running = self._settled, 1 + len(again) + count
+        self._accepted, self.proposed, self._again, self._settled = [], 0, [], False
+        return [[*accepted, *drawn]]
+
+    def _step_over(self, again: Sequence[int], count: int) -> list[Drawn]:
+        """Start a pass over `again`, the pending token and a guess; return that token."""
+        newest, logprobs, finite = self.pending, self.logprobs, self.finite
+        assert newest is not None
+        assert logprobs is not None
+        assert finite is not None
+        (row,) = self.rows
+        row.apply_steering()
+        flight = self._launch(newest, again, count)
+        (ready,) = self._drawn(newest, logprobs, finite)
+        self._set_running(flight)
+        return ready
+
+    def _set_running(self, flight: _Flight) -> None:
+        """Set the pass in progress; if it checks no guess, its draw becomes the pending token."""
+        if flight.guess.size:
+            self._flight, self.pending = flight, None
+            return
+        (row,), after = self.rows, flight.after[0]
+        row.resume(after.sampler, after.context, after.guide)
+        self.pending, self.finite = flight.tokens, flight.finite
+        self.logprobs = flight.logprobs[0]
+
+    def _launch(self, newest: mx.array, again: Sequence[int], count: int) -> _Flight:
+        """Start a pass over `again`, `newest` and `count` guessed tokens, with its draws."""
+        (row,), lineage = self.rows, self._lineage
+        context = row.context if row.processors else None
+        state = Draws(row, row.sampler, context, row.guide).seen(newest, drawn=not row.guided)
+        guess = mx.zeros(0, mx.int32)
+        states: Sequence[Draws] = ()
+        if count:
+            self._undo.mark()
+            guess, states = self.proposer.draft(count, newest, state)
+        fed = [mx.array(list(again), mx.int32), newest.astype(mx.int32), guess.astype(mx.int32)]
+        logits = self.model(mx.concatenate(fed)[None], cache=self.caches, **self.places)
+        if row.guide is not None:  # the device computes them while the masks are computed
+            self._begin(logits)
+        draws = list(self._draw_each(logits[:, len(again) :, :], guess, [state, *states]))
+        tokens, logprobs, finite, after = (list(each) for each in zip(*draws, strict=True))
+        flight = _Flight(
+            newest, again, guess, mx.concatenate(tokens), logprobs, mx.concatenate(finite), after
+        )
+        contexts = [one.context for one in after if one.context is not None]
+        evaluate = self._begin if row.guide is None else mx.async_eval
+        evaluate(flight.tokens, guess, logprobs, flight.finite, contexts)
+        if lineage.layout.opaque:
+            kv.eval_states(self.caches, wait=False)
+        return flight
+
+    def _draw_each(
+        self, logits: mx.array, guess: mx.array, states: list[Draws]
+    ) -> Iterator[tuple[mx.array, mx.array, mx.array, Draws]]:
+        """Draw after the newest token and after each guessed one; see `Draws.draw`.
+
+        There is no draw after a guessed token that the guide does not allow, nor after later ones.
+        A draw after a guessed token is of no use if that token is wrong, so an error in it does not
+        end the reply: the draws end before it.
+        """
+        (row,), made = self.rows, len(states) > 1
+        ids = [] if made else np.asarray(guess).tolist()
+        for i in range(1 + guess.size):
+            drawn = states[i].draw(logits[:, i, :])
+            if i > 0 and states[i].row.error is not None:
+                return
+            yield drawn
+            if i == guess.size or row.error is not None:
+                return
+            if not made:
+                mask = states[i].mask
+                if mask is not None and not allows(mask, ids[i]):
+                    return
+                after = drawn[-1] if i else drawn[-1].trial()
+                states.append(after.seen(guess[i : i + 1]))
