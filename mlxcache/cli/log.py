@@ -163,9 +163,10 @@ class LongReadings:
         now, before, shown = self._clock(), self._seen, []
         self._seen = {}
         for one in readings:
-            seen = self._seen[one.id] = before.get(one.id) or _Seen(now, one, now, now)
+            seen = before.get(one.id) or _Seen(now, one, now, now)
             if seen.reading != one:
-                seen.reading, seen.changed = one, now
+                seen = replace(seen, reading=one, changed=now)
+            self._seen[one.id] = seen
             if now - seen.began >= SHOWN_AFTER_S:
                 left = None if one.left_s is None else max(0.0, one.left_s - (now - seen.changed))
                 shown.append(replace(one, left_s=left))
@@ -178,8 +179,7 @@ class LongReadings:
         """
         now = self._clock()
         found = [one for one in shown if now - self._seen[one.id].reported >= REPORT_S]
-        for one in found:
-            self._seen[one.id].reported = now
+        self._seen |= {one.id: replace(self._seen[one.id], reported=now) for one in found}
         return found
 
 

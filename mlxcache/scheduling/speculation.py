@@ -212,7 +212,7 @@ class DraftProposer:
             shown, _, _, after = states[-1].draw(logits)
             drafted.append(shown)
             states.append(after.seen(shown))
-        state.mask = states[0].mask
+        state.take_mask(states[0])
         return mx.concatenate(drafted), states[1:]
 
     def note(self, ended: Pass) -> None:

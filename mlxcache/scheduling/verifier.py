@@ -76,6 +76,10 @@ class Draws:
     def trial(self) -> Draws:
         return replace(self, row=self.row.trial())
 
+    def take_mask(self, trial: Draws) -> None:
+        """Spare the work for a mask that `trial` has computed."""
+        self.mask = trial.mask
+
 
 @dataclass(frozen=True, slots=True)
 class Pass:

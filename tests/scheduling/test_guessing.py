@@ -163,7 +163,7 @@ def test_a_decoder_that_fed_nothing_leaves_its_lineage_as_it_is(
     bench.model(mx.array(ids)[None], cache=lineage.caches)
     kv.eval_states(lineage.caches)
     lineage.advance(len(ids))
-    task = bench.put(ids, tokens=1)
+    task = bench.put(ids.tolist(), tokens=1)
     proposer = HistoryProposer(Conversations(CHEAP), task)
     row = Row(lambda logits: logits, (), None)
     decoder = Verifier(bench.model, row, lineage, proposer)
