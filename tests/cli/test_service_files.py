@@ -21,7 +21,7 @@ UNIT, PLIST = FOLDER / "mlxcache.service", FOLDER / "mlxcache.plist"
 
 def test_every_file_is_documented() -> None:
     """And none is named that is not there."""
-    named = re.findall(r"examples/service/([\w.]+)", (ROOT / "docs" / "service.md").read_text())
+    named = re.findall(r"examples/service/([\w.]+)", (ROOT / "docs" / "operations.md").read_text())
     assert set(named) == {path.name for path in FOLDER.iterdir()}
 
 
@@ -48,7 +48,7 @@ def documented(beginning: str, folder: Path, home: Path) -> None:
     """Run the commands of the page that begin with `beginning` up to those of the system."""
     code = re.search(
         rf"^mkdir -p {re.escape(beginning)}.*?(?=^(?:launchctl|systemctl) )",
-        (ROOT / "docs" / "service.md").read_text(),
+        (ROOT / "docs" / "operations.md").read_text(),
         re.MULTILINE | re.DOTALL,
     )
     assert code is not None
