@@ -1,6 +1,6 @@
 """Format of snapshots: description and replies in the header, limits, and checks before use.
 
-Every size is checked before memory is allocated for it. See docs/snapshots.md.
+Every size is checked before memory is allocated for it. See docs/disk-format.md.
 """
 
 from __future__ import annotations
