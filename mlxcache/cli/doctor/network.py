@@ -84,7 +84,7 @@ def examine_remote(settings: Settings) -> Finding:
     try:
         objects = open_configured(settings, marks=False)
     except ConfigError as error:
-        return Finding("remote", "fail", str(error), "see docs/remote.md")
+        return Finding("remote", "fail", str(error), "see docs/servers.md")
     content, found, took = str(time.time_ns()).encode(), None, 0.0
     with closing(objects), suppress(RemoteUnavailable):  # which its state tells
         began = time.perf_counter()
@@ -139,7 +139,7 @@ def examine_hosts(settings: Settings, run: Run = run_command) -> list[Finding]:
         settings.check_divisible()
         names = _names(settings)
     except ConfigError as error:
-        return [Finding("machines", "fail", str(error), "see docs/ranks.md")]
+        return [Finding("machines", "fail", str(error), "see docs/servers.md")]
     path = Path(settings.model or "").expanduser()
     model = path.absolute() if path.is_dir() else None
     here = Finding("machines", "ok", f"{len(names)}, of which this is the first")
