@@ -14,6 +14,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -109,7 +110,7 @@ def http_api() -> str:
         "fields are ignored, unless stated otherwise.",
         "",
     ]
-    unused: Any = object()
+    unused: Any = SimpleNamespace(default=None)
     for route in create_app(unused).routes:
         lines += _endpoint(route)
     lines += _blocks()

@@ -40,9 +40,9 @@ from mlxcache.wire.titles import title_from_messages
 
 if TYPE_CHECKING:
     from mlxcache.engine.engine import Engine
-    from mlxcache.engine.stream import Stream
+    from mlxcache.engine.requests import Stream
     from mlxcache.remote.objects import Objects
-    from mlxcache.sessions.books import SessionBooks
+    from mlxcache.sessions.book import SessionBook
 
 URL = "http://127.0.0.1:0"
 """Address in the folder's lock file for a process that uses the folder but serves no requests."""
@@ -124,7 +124,7 @@ class Models:
         return info
 
     @property
-    def sessions(self) -> SessionBooks:
+    def sessions(self) -> SessionBook:
         """Sessions; `sessions.files` exports and imports snapshots. Raises NotReady outside."""
         return self._engines.sessions
 

@@ -15,7 +15,6 @@ import pytest
 import yaml
 from prometheus_client.core import Metric
 
-from mlxcache.api.http import LoneModel
 from mlxcache.api.metrics import EngineCollector
 from mlxcache.engine.metrics import STAGES, Tally
 from mlxcache.types import RequestRecord
@@ -39,8 +38,9 @@ def exported() -> dict[str, Metric]:
         record.lost = {"reason": "evicted", "cause": "memory", "lost_tokens": 3}
         tally.add(record)
     engine = SimpleNamespace(tally=tally, info=None, state="ready", failure=None, silent_s=0.0)
+    models = SimpleNamespace(default=engine, figures=dict, describe=list)
     total = {"counter": "_total"}
-    found = EngineCollector(LoneModel(cast(Any, engine)), Counter({400: 1})).collect()
+    found = EngineCollector(cast(Any, models), Counter({400: 1})).collect()
     return {one.name + total.get(one.type, ""): one for one in found}
 
 

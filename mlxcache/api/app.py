@@ -40,11 +40,10 @@ from mlxcache.api.access import (
     check_page,
 )
 from mlxcache.api.errors import HANDLERS, error_response, is_anthropic_client
-from mlxcache.api.http import HEALTH, ApiSettings, Deps, LoneModel, get_request_id, make_request_id
+from mlxcache.api.http import HEALTH, ApiSettings, Deps, get_request_id, make_request_id
 from mlxcache.api.openapi import PATH, describe
 
 if TYPE_CHECKING:
-    from mlxcache.engine.engine import Engine
     from mlxcache.engine.models import Models
 
 REQUEST_HEADER = "X-Mlxcache-Request"
@@ -62,15 +61,10 @@ SECURITY_HEADERS = {
 log = logging.getLogger(__name__)
 
 
-def create_app(
-    engine: Engine, settings: ApiSettings | None = None, models: Models | None = None
-) -> Starlette:
-    """Build the HTTP application for `engine`, which may still be loading its model.
-
-    `models`: all models of the server, if there are several; `engine` is that of the default one.
-    """
+def create_app(models: Models, settings: ApiSettings | None = None) -> Starlette:
+    """Build the HTTP application for `models`, which may still be loading."""
     settings = settings or ApiSettings()
-    deps = Deps(engine, settings, models or LoneModel(engine))
+    deps = Deps(models.default, settings, models)
     endpoints = {
         **openai.ENDPOINTS,
         **responses.ENDPOINTS,

@@ -24,7 +24,6 @@ from mlxcache.wire.reply import finished_or_raise
 if TYPE_CHECKING:
     from mlxcache.engine.engine import Engine
     from mlxcache.sessions.book import SessionBook
-    from mlxcache.sessions.books import SessionBooks
     from mlxcache.store.listing import Listed
 
 DEFAULT_NODES, MAX_NODES = 200, 1000
@@ -155,7 +154,7 @@ async def tree(deps: http.Deps, request: Request) -> Response:
 
 
 async def build_tree(
-    sessions: SessionBook | SessionBooks, listed: Sequence[Listed], nodes: int = DEFAULT_NODES
+    sessions: SessionBook, listed: Sequence[Listed], nodes: int = DEFAULT_NODES
 ) -> dict[str, Any]:
     """Build the answer of `GET /v1/cache/tree` for the sessions `listed`, in another thread.
 

@@ -20,17 +20,16 @@ from starlette.responses import Response
 
 from mlxcache import typed
 from mlxcache.api.record import Recorder
-from mlxcache.errors import BadRequest, ModelError, NotFound, NotReady, TooLarge
+from mlxcache.errors import BadRequest, ModelError, NotReady, TooLarge
 from mlxcache.names import clean_label
 from mlxcache.owner import OWNER
-from mlxcache.types import Arrival, ModelInfo, RequestRecord
+from mlxcache.types import Arrival, ModelInfo
 from mlxcache.wire.decode import decode
 
 if TYPE_CHECKING:
     from mlxcache.api.responses import ResponseExchange
     from mlxcache.engine.engine import Engine
     from mlxcache.engine.models import Models
-    from mlxcache.sessions.book import SessionBook
 
 T = TypeVar("T")
 
@@ -74,45 +73,6 @@ class ApiSettings:
     id: str = ""
 
 
-# -- models ----------------------------------------------------------------------------------
-
-
-class LoneModel:
-    """The model of a server that has only one, with the verbs of `Models`."""
-
-    def __init__(self, engine: Engine):
-        self.default = engine
-        self.engines = [engine]
-
-    async def of(self, requested: str | None, arrival: Arrival | None = None) -> Engine:
-        return self.default
-
-    def find(self, requested: str | None) -> Engine:
-        return self.default
-
-    def of_record(self, record: RequestRecord) -> Engine:
-        return self.default
-
-    def named(self, name: str) -> Engine:
-        if self.default.info is None or name not in (self.default.info.id, self.default.label):
-            raise NotFound(f"There is no model {name!r}.")
-        return self.default
-
-    @property
-    def sessions(self) -> SessionBook:
-        return self.default.sessions
-
-    def requests(self) -> Sequence[RequestRecord]:
-        return self.default.requests()
-
-    def figures(self) -> dict[str, Any]:
-        return self.default.figures()
-
-    def describe(self) -> Sequence[Mapping[str, Any]]:
-        state = {"aliases": list(self.default.aliases), "default": True}
-        return [{"label": self.default.label, **state, **(self.default.residence or {})}]
-
-
 COMMON_ERRORS = (400, 401, 403, 404, 405, 413, 429, 500, 503)
 
 
@@ -132,7 +92,7 @@ class Deps:
 
     engine: Engine
     settings: ApiSettings
-    models: Models | LoneModel
+    models: Models
     error_counts: Counter[int] = field(default_factory=_zero_counts)
     running: dict[str, ResponseExchange] = field(default_factory=dict)
     loaded_s: float = 0.0

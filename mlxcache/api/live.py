@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 
 from mlxcache import __version__
 from mlxcache.api.cache import build_tree
-from mlxcache.api.http import ApiSettings, Deps, LoneModel
+from mlxcache.api.http import ApiSettings, Deps
 from mlxcache.api.models import describe_model
 from mlxcache.api.sse import make_comment, make_event
 from mlxcache.api.status import describe_with_progress, measure_progress
@@ -66,7 +66,7 @@ class Feed:
     cache's figures are read in another thread, because that waits for the disk.
     """
 
-    def __init__(self, models: Models | LoneModel, owner: str | None):
+    def __init__(self, models: Models, owner: str | None):
         self._models, self._owner = models, owner
         self._engine = models.default
         self._version = 0
@@ -253,7 +253,7 @@ class Feed:
 
 
 class LiveReaders:
-    def __init__(self, models: Models | LoneModel):
+    def __init__(self, models: Models):
         self._models = models
         self._feeds: dict[str | None, Feed] = {}
         self._readers: Counter[str | None] = Counter()
@@ -353,7 +353,7 @@ async def _trace(deps: Deps, owner: str | None) -> AsyncGenerator[ServerSentEven
                 return
 
 
-def endpoints(models: Models | LoneModel) -> Mapping[str, Any]:
+def endpoints(models: Models) -> Mapping[str, Any]:
     """Return the handlers of live streams, which count their readers."""
     return {
         "GET /v1/live": partial(live, LiveReaders(models)),

@@ -25,7 +25,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlxcache import __version__
-from mlxcache.api.http import Deps, LoneModel
+from mlxcache.api.http import Deps
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -248,7 +248,7 @@ def _loaded_share(model: Mapping[str, Any]) -> float:
 class EngineCollector(Collector):
     """Prometheus collector of the server's figures and counts. Call it from the event loop."""
 
-    def __init__(self, models: Models | LoneModel, error_counts: Counter[int]):
+    def __init__(self, models: Models, error_counts: Counter[int]):
         self._models, self._error_counts = models, error_counts
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)

@@ -67,7 +67,7 @@ async def _continued(deps: http.Deps, body: ResponsesRequest) -> wire.Conversati
     if not body.previous_response_id:
         return wire.Conversation(items)
     try:
-        chain = await deps.engine.sessions.response_chain(body.previous_response_id)
+        chain = await deps.engine.book.response_chain(body.previous_response_id)
     except NotFound as error:
         raise BadRequest(
             f"Previous response cannot be continued: {error}",
@@ -245,7 +245,7 @@ class ResponseExchange(Exchange):
             items=msgspec.json.encode(self._items),
         )
         try:
-            await self.deps.engine.sessions.save_response(stored)
+            await self.deps.engine.book.save_response(stored)
         except (StoreError, Busy) as error:
             log.warning("%s: response not stored: %s", self.arrival.id, error)
             response["store"] = False
@@ -302,7 +302,7 @@ async def retrieve_response(deps: http.Deps, request: Request) -> Response:
 
 async def _stored(deps: http.Deps, id: str) -> Response:
     http.require_model(deps)
-    stored = await deps.engine.sessions.response(id)
+    stored = await deps.engine.book.response(id)
     return Response(stored.body, media_type="application/json")
 
 
@@ -310,7 +310,7 @@ async def delete_response(deps: http.Deps, request: Request) -> Response:
     """Delete a stored response. Its session and the cached tokens are kept."""
     id = request.path_params["id"]
     http.require_model(deps)
-    await deps.engine.sessions.delete_response(id)
+    await deps.engine.book.delete_response(id)
     return http.json_response({"id": id, "object": "response.deleted", "deleted": True})
 
 
@@ -331,7 +331,7 @@ async def list_input_items(deps: http.Deps, request: Request) -> Response:
     limit = http.read_number(request, "limit", 20, MAX_ITEMS)
     order = http.read_word(request, "order", "desc", ("asc", "desc"))
     http.require_model(deps)
-    chain = await deps.engine.sessions.response_chain(request.path_params["id"])
+    chain = await deps.engine.book.response_chain(request.path_params["id"])
     items = _input_items(chain)
     if order == "desc":
         items.reverse()

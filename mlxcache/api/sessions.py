@@ -23,9 +23,8 @@ from mlxcache.store.snapshot_format import Name
 from mlxcache.wire.decode import decode
 
 if TYPE_CHECKING:
-    from mlxcache.sessions.book import SessionBook
-    from mlxcache.sessions.books import SessionBooks, SeveralFiles
-    from mlxcache.sessions.files import PromptCacheExport, SessionFiles
+    from mlxcache.sessions.book import ServerFiles, SessionBook
+    from mlxcache.sessions.files import PromptCacheExport
     from mlxcache.store.snapshots import SnapshotExport
 
 DEFAULT_SESSIONS = 100
@@ -53,7 +52,7 @@ class Fork(msgspec.Struct, forbid_unknown_fields=True):
     at_tokens: int | None = None
 
 
-def require_sessions(deps: http.Deps) -> SessionBook | SessionBooks:
+def require_sessions(deps: http.Deps) -> SessionBook:
     """Return the sessions of all models. Raises as `require_model`."""
     http.require_model(deps)
     return deps.models.sessions
@@ -154,7 +153,7 @@ async def restore(deps: http.Deps, request: Request) -> Response:
     return http.json_response(made.as_object(), 201)
 
 
-async def _files_for(deps: http.Deps, model: str | None) -> SessionFiles | SeveralFiles:
+async def _files_for(deps: http.Deps, model: str | None) -> ServerFiles:
     """Return what imports and exports sessions of a model; of all models for None.
 
     Loads a model that was never loaded. Raises NotFound for an unknown name.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mlxcache.api.http import Deps, LoneModel, json_response, read_number
+from mlxcache.api.http import Deps, json_response, read_number
 from mlxcache.api.models import input_modalities
 from mlxcache.engine.metrics import reuse_of
 from mlxcache.errors import NotFound
@@ -71,7 +71,7 @@ async def one_request(deps: Deps, request: Request) -> Response:
     return json_response(describe_with_progress(deps.models, record))
 
 
-def describe_with_progress(models: Models | LoneModel, record: RequestRecord) -> Mapping[str, Any]:
+def describe_with_progress(models: Models, record: RequestRecord) -> Mapping[str, Any]:
     """Return `describe_request` with what the engine that serves the request knows of it."""
     engine = models.of_record(record)
     return describe_request(record, engine.prefill_left_s(record), engine.load_share)

@@ -16,8 +16,8 @@ from mlxcache.cache.disk import DiskTier
 from mlxcache.cache.kv_cache import KVCache
 from mlxcache.config import Settings
 from mlxcache.engine.engine import Engine
+from mlxcache.engine.requests import Stream
 from mlxcache.engine.runtime import ModelRuntime
-from mlxcache.engine.stream import Stream
 from mlxcache.model.load import Loaded
 from mlxcache.residency.memory import Shared
 from mlxcache.types import (

@@ -125,9 +125,9 @@ async def _serve(
     with loading_bar(console) as progress:
         log_request = partial(_log_request, len(settings.entries) > 1)
         models = Models(settings, progress, log_request, remote=remote, place=place)
-        engine, several = models.default, len(models.engines) > 1
+        engine = models.default
         api = _api_settings(settings, keys, recorder, id)
-        app = create_app(engine, api, models if several else None)
+        app = create_app(models, api)
         server = _HttpServer(_http_config(app))
         serving = asyncio.create_task(server.serve(sockets))
         try:

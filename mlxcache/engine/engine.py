@@ -18,9 +18,8 @@ from mlxcache.config import Settings
 from mlxcache.engine.first_load import FirstLoad
 from mlxcache.engine.keep_awake import KeepAwake, Timer
 from mlxcache.engine.metrics import Records, Tally, with_disk
-from mlxcache.engine.requests import LiveRequest, RequestTable, SharedReply, prefill_left_s
+from mlxcache.engine.requests import LiveRequest, RequestTable, Stream, prefill_left_s
 from mlxcache.engine.runtime import RECORDED, ModelRuntime
-from mlxcache.engine.stream import Stream
 from mlxcache.engine.trace import Recordings
 from mlxcache.errors import (
     BadRequest,
@@ -46,7 +45,8 @@ from mlxcache.residency.memory import Shared
 from mlxcache.residency.resident import Resident
 from mlxcache.residency.rounds import Rounds
 from mlxcache.scheduling.task import for_owner
-from mlxcache.sessions.book import SessionBook
+from mlxcache.sessions.book import ModelSessions, SessionBook
+from mlxcache.sessions.journal import Served
 from mlxcache.store.database import Database
 from mlxcache.types import (
     Admitted,
@@ -124,11 +124,12 @@ class Engine:
         self.state: State = "loading"
         self.failure: str | None = None
         self.dead = asyncio.Event()
-        self.stall_s = stall_s
         self._records = records or Records(on_request)
         self._database = database
         self._awake = awake or KeepAwake(on=settings.keep_awake, call_later=_call_later)
-        self._requests = RequestTable(settings.queue, self._receive, self._awake.note_running)
+        self._requests = RequestTable(
+            settings.queue, self._receive, self._awake.note_running, stall_s
+        )
         self._rounds = rounds or Rounds()
         self._thread = self._rounds.thread
         self._ranks: RankZero | None = None
@@ -137,6 +138,9 @@ class Engine:
         self._first_load = FirstLoad(settings, self._rounds, self._ranks, on_progress)
         self._runtime: ModelRuntime | None = None
         self._resident: Resident | None = None
+        self._sessions = SessionBook(
+            lambda: {self.label: self.book}, self._own_model, labelled=False
+        )
         self._remote = remote
         self._pool = ThreadPoolExecutor(RENDER_THREADS, thread_name_prefix="mlxcache-render")
         # apart, so that a grammar that takes long keeps no prompt from being rendered
@@ -172,7 +176,7 @@ class Engine:
         runtime = self.make_runtime(loaded, self._shared(weights))
         if self.state == "stopped":  # `stop` found nothing to close
             runtime.close(died=False)
-            raise _stopping()
+            raise stopping()
         self._rounds.add(runtime.scheduler)
         self._resident = self._make_resident(runtime, weights)
         self._rounds.residency.add(self._resident)
@@ -259,10 +263,10 @@ class Engine:
         """
         if self.failure is None:
             self.state = "stopped"
-        stopping = _stopping()
-        for shared in self._requests.replies():
-            shared.fail(stopping)
-        self._thread.fail(stopping)
+        error = stopping()
+        for live in self._requests.all():
+            live.fail(error)
+        self._thread.fail(error)
         runtime = self._runtime
         if runtime is not None:
             self._thread.post(lambda: self._close(runtime))
@@ -356,18 +360,21 @@ class Engine:
             runtime.check(job.prompt)
             validate(job.sampling, runtime.layout.vocab_size)
             guide = await self._compile(job, runtime) if is_constrained(job) else None
-            shared = self._requests.running(job)
-            if shared is None:
+            live = self._requests.running(job)
+            if live is None:
                 scheduler = runtime.scheduler
                 rate, round_s = scheduler.prefill.cost.rate, scheduler.balance.round_s
                 self._requests.check_places(job, rate=rate, round_s=round_s)
         except (MlxcacheError, asyncio.CancelledError) as error:
             self._records.reject(record, error)
             raise
-        shared = shared or self._begin(job, record, runtime, guide)
+        if live is None:
+            runtime.note_begin(job)
+            keep = not self.settings.no_anticipate and runtime.next_turns.note_begin(job)
+            live = self._requests.add(job, record, guide, runtime.scheduler, keep_pieces=keep)
         reply = ReplyRestorer(job.prompt.names, builder.canonicaliser.remember_call)
         limits = (job.timeout_s, self.settings.request_timeout)
-        return shared.join(record, reply, min((s for s in limits if s is not None), default=None))
+        return live.join(record, reply, min((s for s in limits if s is not None), default=None))
 
     async def _compile(self, job: Job, runtime: ModelRuntime) -> Guide | None:
         """Compile the grammar that the reply to `job` must follow, in a worker thread."""
@@ -394,30 +401,13 @@ class Engine:
         self._ready()  # the server may have stopped meanwhile
         return guide
 
-    def _begin(
-        self, job: Job, record: RequestRecord, runtime: ModelRuntime, guide: Guide | None
-    ) -> SharedReply:
-        """Submit `job` to the scheduler; return the reply that readers can join."""
-        runtime.note_begin(job)
-        keep = not self.settings.no_anticipate and runtime.next_turns.note_begin(job)
-        scheduler = runtime.scheduler
-        live = self._requests.add(
-            job, record, scheduler, self.stall_s, keep_pieces=keep, guide=guide
-        )
-        task = live.task
-        self._thread.post(
-            lambda: scheduler.submit(task),
-            lambda error: task.push(scheduler.wall.failure(error, job.id)),
-        )
-        return live.shared
-
     def _receive(self, live: LiveRequest, event: Event | BaseException) -> None:
         """Pass one event of a request, or the error that ended it, to its readers."""
         try:
             if isinstance(event, Finished | BaseException):
                 self._end(live)
         finally:  # readers wait for the event, even if the accounting failed
-            live.shared.put(event)
+            live.put(event)
         runtime = self._runtime
         if runtime is None:
             return
@@ -433,7 +423,7 @@ class Engine:
             return
         self._records.recordings.note(task)
         runtime.prefix_loss.note_end(task, lambda: self._records.end(task.record))
-        for record in live.shared.close():
+        for record in live.close():
             self._records.end(record)
         if not self.settings.no_anticipate:
             runtime.next_turns.note_end(task, live.pieces, idle=not self._requests)
@@ -532,9 +522,18 @@ class Engine:
         return self._thread.heartbeat.silent_s if self._runtime is not None else 0.0
 
     @property
-    def sessions(self) -> SessionBook:
-        """All sessions of the served model. Raises NotReady before the model is loaded."""
+    def book(self) -> ModelSessions:
+        """What the model keeps of sessions. Raises NotReady before it is loaded."""
         return self._ready().book
+
+    @property
+    def sessions(self) -> SessionBook:
+        """The sessions, with this model alone. Raises NotReady before the model is loaded."""
+        _ = self.book
+        return self._sessions
+
+    async def _own_model(self, namespace: str, name: str) -> tuple[str, Served]:
+        return self.label, self.book.model  # which refuses a snapshot of another one
 
     def figures(self) -> dict[str, Any]:
         """Return the response body of `GET /v1/cache`; empty until the model is loaded."""
@@ -564,7 +563,7 @@ class Engine:
 
         They are those of all owners. A request that joined another one is not among them.
         """
-        return [one.record for one in self._requests.replies()]
+        return [one.record for one in self._requests.all()]
 
     def prefill_left_s(self, record: RequestRecord) -> float | None:
         """Estimate the seconds until the prompt of `record` is computed.
@@ -617,7 +616,7 @@ def _compile_threads() -> ThreadPoolExecutor:
     return pool
 
 
-def _stopping() -> NotReady:
+def stopping() -> NotReady:
     return NotReady("The server is stopping.", retry_after=5.0)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from traceback import clear_frames
 
 from mlxcache.config import Settings
-from mlxcache.engine.model_files import demo_spec, fetch_model, hash_files
+from mlxcache.engine.opening import demo_spec, fetch_model, hash_files
 from mlxcache.model import load
 from mlxcache.model.weights import BaseUse, Weights
 from mlxcache.ranks.rank_zero import RankZero

@@ -1,28 +1,28 @@
-"""The models of a server: one engine for each, on one MLX thread. Use from one event loop."""
+"""The models of a server, one or several: an engine for each, on one MLX thread."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mlxcache.cache.pressure import Pressure
 from mlxcache.cache.shared_ram import SharedRam
 from mlxcache.config import Settings
 from mlxcache.config.models import ModelEntry, find_model, match_model
-from mlxcache.engine.arrivals import Arrivals
-from mlxcache.engine.engine import Engine
+from mlxcache.engine.engine import Engine, stopping
 from mlxcache.engine.metrics import Records, add_up
-from mlxcache.engine.model_files import describe_unloaded, weigh_files
-from mlxcache.engine.opening import watch_pressure
-from mlxcache.errors import BadRequest, DeadlineExceeded, ModelError, NotFound, NotReady
+from mlxcache.engine.opening import describe_unloaded, watch_pressure, weigh_files
+from mlxcache.engine.requests import MAX_RETRY_S, MIN_RETRY_S, refuse_crowd
+from mlxcache.errors import BadRequest, DeadlineExceeded, MlxcacheError, ModelError, NotFound
 from mlxcache.ranks.group import Place
 from mlxcache.residency.memory import open_shared_memory
 from mlxcache.residency.rounds import Rounds
-from mlxcache.sessions.book import SessionBook
-from mlxcache.sessions.books import SessionBooks
+from mlxcache.sessions.book import ModelSessions, SessionBook
 from mlxcache.sessions.journal import Served
 from mlxcache.store.database import TemporaryDatabase
 from mlxcache.store.snapshot_format import wrong_model
@@ -36,12 +36,15 @@ log = logging.getLogger("mlxcache.engine")
 GIVE_UP_S = 0.2
 """Seconds between two looks at a load that no request waits for."""
 
+FIRST_LOAD_S = 10.0
+"""Assumed seconds of a load of which nothing is known yet."""
+
 
 class Models:
     """All models that a server offers, in the order of its settings. The first is the default.
 
     The default model is loaded by `start`, any other one when a request first names it. The
-    arguments are those of `Engine`.
+    arguments are those of `Engine`. Use from one event loop.
     """
 
     def __init__(
@@ -59,9 +62,10 @@ class Models:
         self._rounds, records, database = Rounds(), Records(on_request), TemporaryDatabase()
         self._memory: SharedRam | None = None
         self._pressure: Pressure | None = None
+        several = len(self.entries) > 1
         self.engines = [
             Engine(
-                settings.for_model(entry) if len(self.entries) > 1 else settings,
+                settings.for_model(entry) if several else settings,
                 on_progress if entry is self.entries[0] else _ignore,
                 stall_s=stall_s,
                 rounds=self._rounds,
@@ -74,7 +78,7 @@ class Models:
         ]
         self._file_bytes: dict[str, int | None] = {}
         self._opening: dict[Engine, asyncio.Task[None]] = {}
-        self._books = SessionBooks(self._opened_books, self._find_unopened)
+        self._sessions = SessionBook(self._opened, self._find_unopened, labelled=several)
         self._arrivals = Arrivals(
             records, settings.queue, lambda label: self.named(label).load_share
         )
@@ -118,29 +122,30 @@ class Models:
             task.cancel()
         await asyncio.gather(*(engine.stop(seconds) for engine in self.engines))
 
+    # -- the model of a request --------------------------------------------------------------------
+
     async def of(self, requested: str | None, arrival: Arrival | None = None) -> Engine:
         """Return the engine of the model that a request names, after loading the model if needed.
 
-        `requested`: the model's name in the request. Unknown names get the default model.
-        `arrival`: the request, which is recorded while it waits; None if it is not recorded. Waits
-        while the model is loaded for the first time, for minutes if it has to be downloaded. Raises
-        ModelError or BadRequest if it cannot be loaded; the next call tries again. Raises QueueFull
-        or TooMany if too many requests wait already, DeadlineExceeded after the request's time
-        limit, and NotReady if the server stops while the request waits. Until the default model is
-        ready, and when the server has stopped or failed before the call, the engine of the default
-        model is returned.
+        Unknown names get the default model. `arrival`: the request, which is recorded while it
+        waits; None if it is not recorded. Waits while the model is loaded for the first time, for
+        minutes if it has to be downloaded. Raises ModelError or BadRequest if it cannot be loaded;
+        the next call tries again. Raises QueueFull or TooMany if too many requests wait already,
+        DeadlineExceeded after the request's time limit, and NotReady if the server stops while the
+        request waits. Until the default model is ready, and when the server has stopped or failed
+        before the call, the engine of the default model is returned.
         """
         engine = self.find(requested)
         if self.default.state != "ready" or engine.state == "ready":
             return engine if engine.state == "ready" else self.default
         with self._arrivals.waiting(engine.label, arrival):
             try:
-                await self._opened(engine, arrival)
+                await self._open_for(engine, arrival)
             finally:
                 asyncio.get_running_loop().call_soon(self._give_up_unwanted, engine)
         return engine
 
-    async def _opened(self, engine: Engine, arrival: Arrival | None) -> None:
+    async def _open_for(self, engine: Engine, arrival: Arrival | None) -> None:
         """Wait until the model of `engine` is loaded; start to load it if needed."""
         limits = (arrival.timeout_s if arrival else None, self.settings.request_timeout)
         seconds = min((limit for limit in limits if limit is not None), default=None)
@@ -161,7 +166,7 @@ class Models:
                 opening.result()
                 return
             if self._stopping:
-                raise NotReady("The server is stopping.", retry_after=5.0)
+                raise stopping()
             await asyncio.sleep(0)  # those it was opened for had left
 
     def _give_up_unwanted(self, engine: Engine) -> None:
@@ -208,24 +213,26 @@ class Models:
         """Return the engine that served a recent request; the default one if it is not known."""
         return next((one for one in self.engines if one.label == record.model), self.default)
 
-    @property
-    def sessions(self) -> SessionBooks:
-        """Sessions of all models. Raises NotReady before the default model is loaded."""
-        _ = self.default.sessions
-        return self._books
+    # -- sessions ----------------------------------------------------------------------------------
 
-    def _opened_books(self) -> Mapping[str, SessionBook]:
-        return {one.label: one.sessions for one in self.engines if one.state == "ready"}
+    @property
+    def sessions(self) -> SessionBook:
+        """Sessions of all models. Raises NotReady before the default model is loaded."""
+        _ = self.default.book
+        return self._sessions
+
+    def _opened(self) -> Mapping[str, ModelSessions]:
+        return {one.label: one.book for one in self.engines if one.state == "ready"}
 
     async def _find_unopened(self, namespace: str, name: str) -> tuple[str, Served]:
         """Find the model with this namespace among those that were never loaded.
 
         `namespace`, `name`: namespace and id of the model in a snapshot; a model with that id is
-        tried first. Returns the model's label and description. Raises SnapshotRefused, with the
-        namespaces of all models, if none is equal. A model does not match if its files are not on
-        this machine or cannot be loaded.
+        tried first. Raises SnapshotRefused, with the namespaces of all models, if none is equal. A
+        model does not match if its files are not on this machine or cannot be loaded.
         """
-        here = [f"{label} ({book.namespace[:8]})" for label, book in self._opened_books().items()]
+        opened = {label: one.model.snapshot_namespace for label, one in self._opened().items()}
+        here = [f"{label} ({own[:8]})" for label, own in opened.items()]
         closed = [one for one in self.engines if one.state != "ready"]
         closed.sort(key=lambda one: one.settings.entries[0].id != name)
         for engine in closed:
@@ -246,6 +253,8 @@ class Models:
             here.append(f"{engine.label} ({known})")
         raise wrong_model(name, namespace, here)
 
+    # -- figures -----------------------------------------------------------------------------------
+
     def requests(self) -> list[RequestRecord]:
         """Return the records of recent requests of the current API key; see `Engine.requests`."""
         records = self.default.requests()
@@ -257,11 +266,9 @@ class Models:
     def figures(self) -> dict[str, Any]:
         """Return the response body of `GET /v1/cache`: figures of all models together.
 
-        `models` is as in `describe`. `memory` is the budget of all models, in bytes: `used_bytes`,
-        `limit_bytes`, `high_water_bytes`, and `kinds`, the bytes charged to that budget itself by
-        kind, such as weights and MLX's pool, without the KV of the models. Neither is there if the
-        server has one model only. Empty until the default model is loaded. Waits for the disk: call
-        in a worker thread.
+        With several models it has `models`, as `describe`, and `memory`, the budget of all models
+        in bytes, whose `kinds` are charged to that budget itself: weights and MLX's pool, but no
+        KV. Empty until the default model is loaded. Waits for the disk: call in a worker thread.
         """
         figures, memory = self.default.figures(), self._memory
         if not figures or memory is None:
@@ -286,24 +293,21 @@ class Models:
     def describe(self) -> list[dict[str, Any]]:
         """Return the state of each model, as `GET /v1/models` shows it.
 
-        `label`: its name. `aliases`: further names. `default`: True for the default model. `state`:
-        "loaded", "loading", "unloaded", or "never" if it was not loaded yet. The other keys are
-        those of `Engine.residence`, but before the end of the first load only one: `weights_bytes`
-        with "never" (the size of its files, None if that is not known), and `progress` with
-        "loading" (see `Engine.load_share`).
+        `state` is that of `Engine.residence`, with its other keys, once the model was loaded. It is
+        "loading" during the first load, with `progress` (see `Engine.load_share`), and "never"
+        before, with `weights_bytes`, the size of its files, None if that is not known.
         """
         return [
             {
                 "label": entry.label,
                 "aliases": list(entry.aliases),
                 "default": engine is self.default,
-                **(engine.residence or self._opened_state(engine)),
+                **(engine.residence or self._state_before(engine)),
             }
             for entry, engine in zip(self.entries, self.engines, strict=True)
         ]
 
-    def _opened_state(self, engine: Engine) -> dict[str, Any]:
-        """Return the state of a model not loaded yet: "never", or "loading" with the progress."""
+    def _state_before(self, engine: Engine) -> dict[str, Any]:
         if engine not in self._opening:
             return {"state": "never", "weights_bytes": self._file_bytes.get(engine.label)}
         return {"state": "loading", "progress": engine.load_share}
@@ -311,3 +315,95 @@ class Models:
 
 def _ignore(what: str, share: float | None) -> None:
     """Do nothing: the load progress of models other than the default one is not reported."""
+
+
+# -- requests that wait for a first load -----------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Waiting:
+    began: float
+    arrivals: list[Arrival | None]
+
+
+class Arrivals:
+    """Requests that wait until their model is loaded, by its label.
+
+    Their prompts cannot be rendered before, so no scheduler has them yet. `places`: the most that
+    may wait for one model. `records` gets a record of each. `share(label)` returns the part of that
+    model that is loaded, from 0 to 1, or None if unknown.
+    """
+
+    def __init__(self, records: Records, places: int, share: Callable[[str], float | None]):
+        self._records, self._places, self._share = records, places, share
+        self._waiting: dict[str, _Waiting] = {}
+
+    @property
+    def total(self) -> int:
+        return sum(len(one.arrivals) for one in self._waiting.values())
+
+    def waits_for(self, label: str) -> bool:
+        return label in self._waiting
+
+    @contextmanager
+    def waiting(self, label: str, arrival: Arrival | None) -> Iterator[None]:
+        """Context manager: count a request as waiting for the model `label`, and record it.
+
+        `arrival`: the request; None if it is not recorded, and then not refused either. Raises
+        QueueFull or TooMany if too many wait already. After the body, the record is removed for
+        `Records.begin` to make another; an exception instead ends it as rejected or cancelled.
+        """
+        self._check(label, arrival)
+        waiting = self._waiting.setdefault(label, _Waiting(time.monotonic(), []))
+        waiting.arrivals.append(arrival)
+        try:
+            if arrival is None:
+                yield
+            else:
+                with self._recorded(label, arrival):
+                    yield
+        finally:
+            waiting.arrivals.remove(arrival)
+            if not waiting.arrivals:
+                self._waiting.pop(label, None)
+
+    @contextmanager
+    def _recorded(self, label: str, arrival: Arrival) -> Iterator[None]:
+        record = self._records.expect(arrival, label)
+        try:
+            arrival.note_waiting(record)
+            yield
+        except MlxcacheError as error:
+            self._records.reject(record, error)
+            raise
+        except BaseException:
+            record.status = "cancelled"
+            self._records.end(record)
+            raise
+        else:
+            self._records.forget(record.id)
+        finally:
+            arrival.note_waiting(None)
+
+    def _check(self, label: str, arrival: Arrival | None) -> None:
+        waiting = self._waiting.get(label)
+        if waiting is None or arrival is None:
+            return
+        same = [
+            one
+            for one in waiting.arrivals
+            if one and one.session and (one.owner, one.session) == (arrival.owner, arrival.session)
+        ]
+        refuse_crowd(
+            len(waiting.arrivals),
+            len(same),
+            self._places,
+            f"wait already until {label} is loaded",
+            after=lambda: self._left_s(label, waiting.began),
+        )
+
+    def _left_s(self, label: str, began: float) -> float:
+        """Estimate the seconds until the model `label` is loaded."""
+        share, passed = self._share(label) or 0.0, time.monotonic() - began
+        left = passed * (1 - share) / share if share > 0.05 else FIRST_LOAD_S
+        return min(MAX_RETRY_S, max(MIN_RETRY_S, left))

@@ -1,15 +1,15 @@
-"""Live requests on the event loop: readers, joining, queue limits, forecasts."""
+"""Live requests on the event loop: streams of their readers, joining, queue limits, forecasts."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+import time
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import fields
 
 import numpy as np
 
-from mlxcache.engine.stream import Stream
 from mlxcache.errors import DeadlineExceeded, MlxcacheError, QueueFull, TooMany
 from mlxcache.model.guidance.guide import Guide
 from mlxcache.prompt.canonical.uuids import ReplyRestorer
@@ -17,7 +17,17 @@ from mlxcache.scheduling.admission import asker_of
 from mlxcache.scheduling.prefill import DECODE_SHARE
 from mlxcache.scheduling.scheduler import Scheduler
 from mlxcache.scheduling.task import Task
-from mlxcache.types import Event, Finished, Job, Piece, Progress, RequestRecord
+from mlxcache.types import (
+    Admitted,
+    Event,
+    Finished,
+    Job,
+    Piece,
+    Progress,
+    RequestRecord,
+    Text,
+    Thinking,
+)
 
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 600.0
 """Bounds of Retry-After in seconds; a longer forecast would be a guess."""
@@ -27,6 +37,12 @@ FIRST_REPLY = 200.0
 
 QUEUE_SHARE = 2
 """Divisor: one session may have 1/QUEUE_SHARE of the places in the queue."""
+
+BACKLOG = 256
+"""Number of unread events above which further text is merged with the last event."""
+
+GRACE_S = 1.0
+"""Seconds to wait before a reader that seems stalled is cancelled."""
 
 OWN_FIELDS = ("id", "owner", "session", "api", "client", "created_at", "joined", "error", "timing")
 """Fields of a record that a request keeps when it joins the computation of another."""
@@ -49,77 +65,189 @@ sample.
 SAME_STATE = ("thinking_open", "continued", "generic_tools")
 """Fields of two prompts that must be equal for one reply to answer both."""
 
+OnEvent = Callable[["LiveRequest", Event | BaseException], None]
+"""Gets each event of a request on the event loop, or the error that ended it."""
 
-@dataclass(frozen=True, slots=True)
-class Running:
-    """A request in progress, as input of a forecast.
 
-    `record`: its figures so far. `limit`: the most tokens of its reply, or None.
+# -- one reader ------------------------------------------------------------------------------------
+
+
+class Stream:
+    """Events of a reply in progress, for one reader: Admitted, Progress and pieces, then Finished.
+
+    From `BACKLOG` unread events on, consecutive texts are merged and Progress is dropped. If the
+    reader takes none of the waiting events for `stall_s` seconds, `cancel()` is called: it cancels
+    the request, or removes only this reader if the request has other ones. `reply` replaces names
+    that the model was shown instead of the client's, such as stable UUIDs, by the client's. Use on
+    the event loop.
     """
 
-    record: RequestRecord
-    limit: int | None
+    def __init__(
+        self,
+        record: RequestRecord,
+        cancel: Callable[[], None],
+        stall_s: float,
+        reply: ReplyRestorer | None = None,
+    ):
+        self.record = record
+        self._loop = asyncio.get_running_loop()
+        self._cancel = cancel
+        self._reply = reply or ReplyRestorer({})
+        self._stall_s = stall_s
+        self._queue: deque[Event | BaseException] = deque()
+        self._wake = asyncio.Event()
+        self._admitted = asyncio.Event()
+        self._admission: Admitted | None = None
+        self._read_at = time.monotonic()
+        self._taken = 0
+        self._over = False
+        self._timer: asyncio.TimerHandle | None = None
 
+    def put(self, event: Event | BaseException) -> None:
+        """Add an event, or an error that ends the stream."""
+        if self._over:
+            return
+        if isinstance(event, Admitted):
+            self._admission = event
+            self._admitted.set()
+        if isinstance(event, Finished | BaseException):
+            self._over = True
+            self._admitted.set()
+            if self._timer is not None:
+                self._timer.cancel()
+        if not self._queue:
+            self._read_at = time.monotonic()
+        if len(self._queue) < BACKLOG or not self._merged(event):
+            self._queue.append(event)
+        self._wake.set()
+        if not self._over and time.monotonic() - self._read_at > self._stall_s:
+            self._loop.call_later(min(GRACE_S, self._stall_s), self._give_up, self._taken)
 
-class Forecast:
-    """Estimates when a running request will end. Use on the event loop."""
+    def _give_up(self, taken: int) -> None:
+        """Cancel unless an event was read since this call was scheduled."""
+        if not self._over and self._taken == taken:
+            self._cancel()
 
-    def __init__(self) -> None:
-        self._reply = FIRST_REPLY
+    def _merged(self, event: Event | BaseException) -> bool:
+        last = self._queue[-1]
+        if isinstance(event, Progress):
+            return True
+        if isinstance(event, Thinking) and isinstance(last, Thinking):
+            self._queue[-1] = Thinking(last.text + event.text)
+            return True
+        if isinstance(event, Text) and isinstance(last, Text):
+            self._queue[-1] = Text(last.text + event.text, last.logprobs + event.logprobs)
+            return True
+        return False
 
-    def note_end(self, record: RequestRecord) -> None:
-        """Include the reply of a completed request in the average reply length."""
-        if record.status == "done":
-            self._reply = 0.8 * self._reply + 0.2 * record.generated_tokens
+    async def admitted(self, seconds: float) -> Admitted | None:
+        """Wait until memory is reserved for the request and its cached tokens are known.
 
-    def next_place(self, running: Iterable[Running], *, rate: float, round_s: float) -> float:
-        """Return the estimated seconds until the first of the `running` requests ends.
-
-        The result lies between `MIN_RETRY_S`, also if none runs, and `MAX_RETRY_S`. `rate`: prefill
-        speed in tokens per second. `round_s`: seconds of a decoding step for all replies.
+        Returns None if `seconds` pass before, or if it was cancelled before. Raises its error if it
+        failed before.
         """
-        prefill, decode = [], []
-        for one in running:
-            record = one.record
-            left = record.prompt_tokens - record.cached_tokens - record.fed_tokens
-            prefill.append(max(0, left) / rate if rate > 0 else 0.0)
-            likely = self._reply if one.limit is None else min(one.limit, self._reply)
-            decode.append(max(1.0, likely - record.generated_tokens) * round_s)
-        # both share the thread evenly while there is both
-        share = 2.0 if any(prefill) and not all(prefill) else 1.0
-        ends = [share * (first + then) for first, then in zip(prefill, decode, strict=True)]
-        return min(MAX_RETRY_S, max(MIN_RETRY_S, min(ends, default=MIN_RETRY_S)))
+        try:
+            async with asyncio.timeout(seconds):
+                await self._admitted.wait()
+        except TimeoutError:
+            return None
+        if self._admission is None:
+            for event in self._queue:
+                if isinstance(event, BaseException):
+                    raise event
+        return self._admission
+
+    async def __aiter__(self) -> AsyncIterator[Event]:
+        """Yield events up to Finished. Raises MlxcacheError if the request failed."""
+        while True:
+            while not self._queue:
+                self._wake.clear()
+                await self._wake.wait()
+            event = self._queue.popleft()
+            self._taken += 1
+            self._read_at = time.monotonic()
+            if isinstance(event, BaseException):
+                for rest in self._reply.flush():
+                    yield rest
+                raise event
+            for shown in self._reply.events(event):
+                yield shown
+            if isinstance(event, Finished):
+                return
+
+    async def aclose(self) -> None:
+        """Cancel the request unless it is over. What it has computed stays in the cache."""
+        if not self._over:
+            self._cancel()
+
+    def expires(self, timer: asyncio.TimerHandle) -> None:
+        """Take over the timer of the request's time limit: cancel it when the reply ends."""
+        self._timer = timer
+        if self._over:
+            timer.cancel()
+
+    @property
+    def over(self) -> bool:
+        """True once Finished or an error was added, even if the reader has not taken it yet."""
+        return self._over
+
+    async def __aenter__(self) -> Stream:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
 
 
-class SharedReply:
-    """The reply that one computation gives, and the streams of all its readers.
+# -- one request -----------------------------------------------------------------------------------
 
-    Each reader gets the whole reply, whenever it joins. `cancel()` is called once, when the last
-    reader has left. If that reader's time limit had passed, `expire(error)` is called instead.
-    `stall_s`: a reader that takes none of its waiting events for so many seconds is treated as one
-    that has left. Use on the event loop.
+
+class LiveRequest:
+    """A request in progress, on the event loop: its readers; `task` is its part on the MLX thread.
+
+    Each reader gets the whole reply, whenever it joins. When the last one leaves, or its time limit
+    passes, the task ends. `pieces` of the reply are collected only if `keep_pieces`. `stall_s`: see
+    `Stream`.
     """
 
     def __init__(
         self,
         job: Job,
         record: RequestRecord,
-        cancel: Callable[[], None],
-        expire: Callable[[MlxcacheError], None],
+        guide: Guide | None,
+        scheduler: Scheduler,
+        *,
+        on_event: OnEvent,
         stall_s: float,
+        keep_pieces: bool,
     ):
-        self.job = job
-        self.record = record
-        self.left = self.over = False
-        self._cancel, self._expire, self._stall_s = cancel, expire, stall_s
+        self.job, self.record = job, record
+        self.task = Task(job, self._push, record, guide)
+        self.pieces: list[Piece] = []
+        self._scheduler = scheduler
+        self._on_event, self._stall_s = on_event, stall_s
+        self._keep_pieces = keep_pieces
+        self._left = self._over = self._replying = False
         self._loop = asyncio.get_running_loop()
         self._events: list[Event | BaseException] = []
         self._streams: list[Stream] = []
         self._joined: list[RequestRecord] = []
 
+    def submit(self) -> None:
+        """Pass the task to the scheduler; if that fails, its error ends the request."""
+        scheduler, task = self._scheduler, self.task
+        scheduler.thread.post(
+            lambda: scheduler.submit(task),
+            lambda error: task.push(scheduler.wall.failure(error, self.job.id)),
+        )
+
+    def _push(self, event: Event | BaseException) -> None:
+        """Schedule the processing of an event on the event loop. Any thread."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._on_event, self, event)
+
     def put(self, event: Event | BaseException) -> None:
         """Pass an event, or the error that ends the reply, to all readers."""
-        self.over = self.over or isinstance(event, Finished | BaseException)
+        self._over = self._over or isinstance(event, Finished | BaseException)
         if self._events and isinstance(event, Progress) and isinstance(self._events[-1], Progress):
             self._events.pop()  # a reader that joins later needs the latest progress alone
         self._events.append(event)
@@ -128,15 +256,22 @@ class SharedReply:
         for stream in list(self._streams):
             stream.put(event)
 
+    def take(self, piece: Piece) -> bool:
+        """Record that a piece of the reply has arrived; return True if it is the first."""
+        first = not self._replying
+        self._replying = True
+        if self._keep_pieces:
+            self.pieces.append(piece)
+        return first
+
     def accepts(self, job: Job) -> bool:
         """Return whether `job` asks for the same reply and may share this one.
 
         If the reply is sampled without a seed, only a request that its client marked as a retry may
         share it, because any other client expects a sample of its own. A sampled reply is shared
-        only between equal values of `Job.choice`, the index of a reply among those of one request.
-        Once the reply is over or all readers have left, no job may share it.
+        only between equal values of `Job.choice`.
         """
-        if self.left or self.over:
+        if self._left or self._over:
             return False
         greedy = job.sampling.temperature == 0
         if not greedy and job.choice != self.job.choice:
@@ -145,11 +280,9 @@ class SharedReply:
         return (job.retry or not drawn) and _same_reply(self.job, job)
 
     def join(self, record: RequestRecord, reply: ReplyRestorer, timeout_s: float | None) -> Stream:
-        """Add a reader; return a stream of the whole reply.
+        """Add a reader, whose request has `record`; return a stream of the whole reply.
 
-        `record`: the record of the reader's request. `reply`: replaces names in the reply, such as
-        stable UUIDs, by those of the reader's client. After `timeout_s` seconds, unless None, the
-        stream ends in DeadlineExceeded.
+        After `timeout_s` seconds, unless None, the stream ends in DeadlineExceeded.
         """
         stream = Stream(record, lambda: self._leave(stream), self._stall_s, reply)
         if record is not self.record:
@@ -160,32 +293,28 @@ class SharedReply:
             stream.put(event)
         self._streams.append(stream)
         if timeout_s is not None:
-            stream.expires(self._loop.call_later(timeout_s, self._expired, stream, timeout_s))
+            stream.expires(self._loop.call_later(timeout_s, self._expire, stream, timeout_s))
         return stream
 
-    def _expired(self, stream: Stream, seconds: float) -> None:
+    def _expire(self, stream: Stream, seconds: float) -> None:
         error = DeadlineExceeded(
             f"The request was not done within {seconds:g} s. What was computed is kept: "
             "the same request goes on from there."
         )
-        stream.fail(error)
+        stream.put(error)
         self._leave(stream, error)
 
     def _leave(self, stream: Stream, error: MlxcacheError | None = None) -> None:
-        """Remove the reader of `stream`, which has left or whose time limit has passed.
+        """Remove a reader that has left or, with `error`, whose time limit has passed.
 
-        `error`: the error of the time limit, for the record of the reader's request; None if the
-        reader has left. If it is the only reader, `cancel()` or `expire(error)` ends the
-        computation, and the reader stays until then. Does nothing if it was removed before.
+        The only reader stays until the task that it ends has ended.
         """
-        if self.left or stream not in self._streams:
+        if self._left or stream not in self._streams:
             return
         if len(self._streams) == 1:
-            self.left = True
-            if error is None:
-                self._cancel()
-            else:
-                self._expire(error)
+            self._left = True
+            scheduler = self._scheduler
+            scheduler.thread.post(lambda: scheduler.cancel(self.task, error))
             return
         self._streams.remove(stream)
         record = stream.record
@@ -200,7 +329,7 @@ class SharedReply:
     def fail(self, error: MlxcacheError) -> None:
         """End the streams of all readers with `error`."""
         for stream in self._streams:
-            stream.fail(error)
+            stream.put(error)
 
     def close(self) -> list[RequestRecord]:
         """Complete and return the records of requests that joined; call after the last event."""
@@ -210,65 +339,90 @@ class SharedReply:
         return self._joined
 
 
-class LiveRequest:
-    """A request in progress: its task, its readers, and the pieces of its reply.
+def _same_reply(one: Job, other: Job) -> bool:
+    a, b = one.prompt, other.prompt
+    if len(a.ids) != len(b.ids) or one.sampling != other.sampling:
+        return False
+    if any(getattr(one, name) != getattr(other, name) for name in SAME_FIELDS):
+        return False
+    same = all(getattr(a, name) == getattr(b, name) for name in SAME_STATE)
+    return same and np.array_equal(a.ids, b.ids) and np.array_equal(a.fed, b.fed)
 
-    `on_event(request, event)` is called on the event loop with each event of the task. `pieces` are
-    collected only if `keep_pieces`. `replying`: a piece of the reply has arrived.
-    """
 
-    def __init__(
-        self,
-        job: Job,
-        record: RequestRecord,
-        shared: SharedReply,
-        on_event: Callable[[LiveRequest, Event | BaseException], None],
-        *,
-        keep_pieces: bool,
-        guide: Guide | None = None,
-    ):
-        self.shared = shared
-        self.pieces: list[Piece] = []
-        self.replying = False
-        self._keep_pieces = keep_pieces
-        self._on_event = on_event
-        self._loop = asyncio.get_running_loop()
-        self.task = Task(job, self._push, record, guide)
+def _copy_progress(record: RequestRecord, of: RequestRecord) -> None:
+    for name in FOLLOWED_FIELDS:
+        setattr(record, name, getattr(of, name))
 
-    def _push(self, event: Event | BaseException) -> None:
-        """Schedule the processing of an event on the event loop. Any thread."""
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._receive, event)
 
-    def _receive(self, event: Event | BaseException) -> None:
-        self._on_event(self, event)
+def _copy_result(record: RequestRecord, of: RequestRecord) -> None:
+    for field in fields(RequestRecord):
+        if field.name not in OWN_FIELDS:
+            setattr(record, field.name, getattr(of, field.name))
+    record.timing = {**of.timing, **record.timing}
 
-    def take(self, piece: Piece) -> bool:
-        """Record that a piece of the reply has arrived; return True if it is the first."""
-        first = not self.replying
-        self.replying = True
-        if self._keep_pieces:
-            self.pieces.append(piece)
-        return first
+
+def _cancelled(record: RequestRecord) -> Finished:
+    return Finished(
+        "cancelled",
+        record.prompt_tokens,
+        record.cached_tokens,
+        record.restored_tokens,
+        record.generated_tokens,
+    )
+
+
+# -- all requests ----------------------------------------------------------------------------------
+
+
+class Forecast:
+    """Estimates when a running request will end."""
+
+    def __init__(self) -> None:
+        self._reply = FIRST_REPLY
+
+    def note_end(self, record: RequestRecord) -> None:
+        """Include the reply of a completed request in the average reply length."""
+        if record.status == "done":
+            self._reply = 0.8 * self._reply + 0.2 * record.generated_tokens
+
+    def next_place(
+        self, running: Iterable[tuple[RequestRecord, int | None]], *, rate: float, round_s: float
+    ) -> float:
+        """Return the estimated seconds until the first of the `running` requests ends.
+
+        Each is a record and the most tokens of its reply. The result lies between `MIN_RETRY_S`,
+        also if none runs, and `MAX_RETRY_S`. `rate`: prefill speed in tokens per second. `round_s`:
+        seconds of a decoding step for all replies.
+        """
+        prefill, decode = [], []
+        for record, limit in running:
+            left = record.prompt_tokens - _computed(record)
+            prefill.append(max(0, left) / rate if rate > 0 else 0.0)
+            likely = self._reply if limit is None else min(limit, self._reply)
+            decode.append(max(1.0, likely - record.generated_tokens) * round_s)
+        # both share the thread evenly while there is both
+        share = 2.0 if any(prefill) and not all(prefill) else 1.0
+        ends = [share * (first + then) for first, then in zip(prefill, decode, strict=True)]
+        return min(MAX_RETRY_S, max(MIN_RETRY_S, min(ends, default=MIN_RETRY_S)))
 
 
 class RequestTable:
     """All requests in progress, by id. Use on the event loop.
 
-    `places`: the most requests that may wait. `on_event`: see `LiveRequest`. `note_running` is
-    called with the number of requests in progress whenever it changes.
+    `places`: the most requests that may wait. `note_running` is called with the number of requests
+    in progress whenever it changes.
     """
 
     def __init__(
         self,
         places: int,
-        on_event: Callable[[LiveRequest, Event | BaseException], None],
+        on_event: OnEvent,
         note_running: Callable[[int], None],
+        stall_s: float,
     ):
         self.forecast = Forecast()
-        self._places = places
-        self._on_event = on_event
-        self._note_running = note_running
+        self._places, self._stall_s = places, stall_s
+        self._on_event, self._note_running = on_event, note_running
         self._live: dict[str, LiveRequest] = {}
 
     def __len__(self) -> int:
@@ -277,87 +431,69 @@ class RequestTable:
     def __getitem__(self, id: str) -> LiveRequest:
         return self._live[id]
 
-    def running(self, job: Job) -> SharedReply | None:
-        """Return a computation in progress whose reply `job` can share, or None."""
-        return next((one.shared for one in self._live.values() if one.shared.accepts(job)), None)
+    def running(self, job: Job) -> LiveRequest | None:
+        """Return a request in progress whose reply `job` can share, or None."""
+        return next((one for one in self._live.values() if one.accepts(job)), None)
 
     def check_places(self, job: Job, *, rate: float, round_s: float) -> None:
         """Raise QueueFull if the queue is full, or TooMany if `job`'s session has its share of it.
 
-        One session may have 1/`QUEUE_SHARE` of the places. All choices of one request take one
-        place, that of the first. Both errors carry an estimate of the seconds until a retry can
-        succeed. `rate`: prefill speed in tokens per second. `round_s`: seconds of a decoding step
-        for all replies.
+        All choices of one request take one place, that of the first. `rate`, `round_s`: see
+        `Forecast.next_place`.
         """
         if job.choice:
             return
-        live = [one for one in self._live.values() if not one.task.job.choice]
-        records = [(one.task.job, one.shared.record) for one in live]
-        waiting = Counter(asker_of(j) for j, record in records if record.status == "queued")
-        total = waiting.total()
-        own = waiting[asker_of(job)] if job.session is not None else 0
-        if total < self._places and own < max(1, self._places // QUEUE_SHARE):
-            return
-        going = [Running(r, j.max_tokens) for j, r in records if r.status != "queued"]
-        after = self.forecast.next_place(going, rate=rate, round_s=round_s)
-        if total >= self._places:
-            raise QueueFull(
-                f"{total} requests are waiting already, the most that --queue allows: try again "
-                "later.",
-                retry_after=after,
-            )
-        turns = len(waiting)  # each waiting session starts one before the next of this one
-        raise TooMany(
-            f"{own} requests of this session are waiting already, its share of the queue: try "
-            "again later.",
-            retry_after=turns * after,
+        live = [one for one in self._live.values() if not one.job.choice]
+        waiting = Counter(asker_of(one.job) for one in live if one.record.status == "queued")
+        going = [(one.record, one.job.max_tokens) for one in live if one.record.status != "queued"]
+        refuse_crowd(
+            waiting.total(),
+            waiting[asker_of(job)] if job.session is not None else 0,
+            self._places,
+            "are waiting already",
+            after=lambda: self.forecast.next_place(going, rate=rate, round_s=round_s),
+            turns=len(waiting),  # each waiting session starts one before the next of this one
         )
 
     def add(
         self,
         job: Job,
         record: RequestRecord,
+        guide: Guide | None,
         scheduler: Scheduler,
-        stall_s: float,
         *,
-        keep_pieces: bool = False,
-        guide: Guide | None = None,
+        keep_pieces: bool,
     ) -> LiveRequest:
-        """Add a new request and return it; the caller submits its task."""
-        post = scheduler.thread.post
-        shared = SharedReply(
+        """Add and submit a new request, and return it."""
+        live = LiveRequest(
             job,
             record,
-            lambda: post(lambda: scheduler.cancel(live.task)),
-            lambda error: post(lambda: scheduler.cancel(live.task, error)),
-            stall_s,
-        )
-        live = LiveRequest(
-            job, record, shared, self._on_event, keep_pieces=keep_pieces, guide=guide
+            guide,
+            scheduler,
+            on_event=self._on_event,
+            stall_s=self._stall_s,
+            keep_pieces=keep_pieces,
         )
         self._live[job.id] = live
         self._note_running(len(self._live))
+        live.submit()
         return live
 
     def remove(self, live: LiveRequest) -> bool:
         """Remove a request that is over; return False if it was removed before."""
-        if self._live.pop(live.task.job.id, None) is None:
+        if self._live.pop(live.job.id, None) is None:
             return False
         self._note_running(len(self._live))
-        self.forecast.note_end(live.task.record)
+        self.forecast.note_end(live.record)
         return True
 
-    def replies(self) -> Iterable[SharedReply]:
-        """Return the replies in progress, each with the streams of its readers."""
-        return [one.shared for one in self._live.values()]
+    def all(self) -> Sequence[LiveRequest]:
+        """Return the requests in progress, oldest first. Any thread."""
+        return list(self._live.values())
 
     def figures(self) -> dict[str, int]:
-        """Return the object `queue` of `GET /v1/cache`.
-
-        `waiting`, `prefill` and `decode`: number of requests in that state. `limit`: the most that
-        may wait. Any thread.
-        """
-        statuses = Counter(one.shared.record.status for one in list(self._live.values()))
+        """Return the object `queue` of `GET /v1/cache`. Any thread."""
+        statuses = Counter(one.record.status for one in self.all())
         return {
             "waiting": statuses["queued"],
             "limit": self._places,
@@ -370,11 +506,37 @@ class RequestTable:
         records: list[RequestRecord] = []
         for one in self._live.values():
             one.task.fail(error)
-            one.shared.fail(error)
-            records += [one.task.record, *one.shared.close()]
+            one.fail(error)
+            records += [one.record, *one.close()]
         self._live.clear()
         self._note_running(0)
         return records
+
+
+def refuse_crowd(
+    total: int,
+    own: int,
+    places: int,
+    waiting: str,
+    *,
+    after: Callable[[], float],
+    turns: int = 1,
+) -> None:
+    """Raise QueueFull if `total` requests take all `places`, TooMany if `own` of one session do.
+
+    One session may have 1/`QUEUE_SHARE` of the places. `waiting`: the predicate of the message.
+    `after()`: estimated seconds until a place is free, of which the session needs `turns`.
+    """
+    if total >= places:
+        raise QueueFull(
+            f"{total} requests {waiting}, the most that --queue allows: try again later.",
+            retry_after=after(),
+        )
+    if own >= max(1, places // QUEUE_SHARE):
+        raise TooMany(
+            f"{own} requests of this session {waiting}, its share of the queue: try again later.",
+            retry_after=turns * after(),
+        )
 
 
 def prefill_left_s(
@@ -399,39 +561,3 @@ def prefill_left_s(
 
 def _computed(record: RequestRecord) -> int:
     return record.cached_tokens + record.fed_tokens
-
-
-def _same_reply(one: Job, other: Job) -> bool:
-    a, b = one.prompt, other.prompt
-    if len(a.ids) != len(b.ids) or one.sampling != other.sampling:
-        return False
-    if any(getattr(one, name) != getattr(other, name) for name in SAME_FIELDS):
-        return False
-    same = all(getattr(a, name) == getattr(b, name) for name in SAME_STATE)
-    return same and np.array_equal(a.ids, b.ids) and np.array_equal(a.fed, b.fed)
-
-
-def _copy_progress(record: RequestRecord, of: RequestRecord) -> None:
-    for name in FOLLOWED_FIELDS:
-        setattr(record, name, getattr(of, name))
-
-
-def _copy_result(record: RequestRecord, of: RequestRecord) -> None:
-    """Copy the results of `of` to the record of a request that joined it.
-
-    Fields that each request has for itself, such as its id and owner, are kept.
-    """
-    for field in fields(RequestRecord):
-        if field.name not in OWN_FIELDS:
-            setattr(record, field.name, getattr(of, field.name))
-    record.timing = {**of.timing, **record.timing}
-
-
-def _cancelled(record: RequestRecord) -> Finished:
-    return Finished(
-        "cancelled",
-        record.prompt_tokens,
-        record.cached_tokens,
-        record.restored_tokens,
-        record.generated_tokens,
-    )

@@ -54,7 +54,7 @@ from mlxcache.scheduling.prefill import Limits
 from mlxcache.scheduling.scheduler import Scheduler
 from mlxcache.scheduling.speculation import Conversations, DraftModel, Speculation
 from mlxcache.scheduling.task import Output, Task
-from mlxcache.sessions.book import SessionBook
+from mlxcache.sessions.book import ModelSessions
 from mlxcache.sessions.files import PromptCacheReader, Submit, remove_stale
 from mlxcache.sessions.journal import Served
 from mlxcache.store.database import Database, TemporaryDatabase
@@ -345,7 +345,7 @@ class ModelRuntime:
 
     def _open_book(
         self, thread: MlxThread, submit: Submit, database: Database | None
-    ) -> SessionBook:
+    ) -> ModelSessions:
         """Open the sessions of this model, in the database of the disk tier if there is one."""
         loaded, layout, settings = self.loaded, self.layout, self.settings
         store = self.kv.disk.store if self.kv.disk is not None else None
@@ -361,7 +361,7 @@ class ModelRuntime:
         incoming = settings.cache_dir / "incoming"
         remove_stale(incoming)
         reader_ = PromptCacheReader(self.kv, self._agrees, partial(prompt_ids, loaded.tokenizer))
-        book = SessionBook(
+        book = ModelSessions(
             sessions,
             served,
             self.kv,

@@ -1,10 +1,11 @@
-"""The session book: lists, changes and measures sessions, and keeps the stored responses."""
+"""Sessions of a server: listed, measured and changed, and what each model keeps of them."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -15,10 +16,10 @@ from typing import TypeVar
 
 from mlxcache.cache.kv_cache import KVCache
 from mlxcache.common_prefix import common_length
-from mlxcache.errors import StoreError
+from mlxcache.errors import NotFound, StoreError
 from mlxcache.mlx_thread import MlxThread
 from mlxcache.owner import OWNER
-from mlxcache.sessions.files import PromptCacheReader, SessionFiles, Submit
+from mlxcache.sessions.files import PromptCacheExport, PromptCacheReader, SessionFiles, Submit
 from mlxcache.sessions.journal import CLOSE_S, ROW_BYTES, Served, SessionWriter
 from mlxcache.sessions.tree_view import TreePart
 from mlxcache.store.found import Problem
@@ -29,6 +30,7 @@ from mlxcache.store.response_rows import StoredResponse
 from mlxcache.store.session_rows import Gain
 from mlxcache.store.sessions import LeafChanged, Session, Sessions
 from mlxcache.store.snapshot_format import SessionInfo
+from mlxcache.store.snapshots import SnapshotExport, read_origin
 from mlxcache.store.store import Store
 from mlxcache.types import Job, Tokens
 
@@ -47,19 +49,215 @@ Learn = Callable[[Mapping[str | None, Sequence[ReplyRow]]], None]
 WAIT_S = 0.05
 """Most seconds that a request waits for reading the table. A read usually takes under 1 ms."""
 
+FindUnopened = Callable[[str, str], Awaitable[tuple[str, Served]]]
+"""Find, by a snapshot's namespace and name, the label and description of a model not loaded yet."""
 
-async def until_unchanged(read: Callable[[], Awaitable[T]]) -> T:
+
+async def _until_unchanged(read: Callable[[], Awaitable[T]]) -> T:
     while True:
         with suppress(LeafChanged):
             return await read()
 
 
+# -- all models ------------------------------------------------------------------------------------
+
+
 class SessionBook:
-    """The sessions of one model and the stored responses, with the operations on them.
+    """The sessions of the current API key, of all models of a server. Use on the event loop.
+
+    `opened()` returns what each loaded model keeps of them by label, the default model's first; all
+    share one table of sessions. `labelled`: nodes of a tree view say to which model they belong.
+    Methods may raise StoreError; changes also Busy if the table cannot be written for 5 seconds;
+    all NotReady once the server stops.
+    """
+
+    def __init__(
+        self,
+        opened: Callable[[], Mapping[str, ModelSessions]],
+        find_unopened: FindUnopened,
+        *,
+        labelled: bool,
+    ):
+        self._opened, self._labels_trees = opened, labelled
+        self._labels: dict[str, str] = {}
+        self.files = ServerFiles(self, find_unopened)
+
+    @property
+    def default(self) -> ModelSessions:
+        return next(iter(self._opened().values()))
+
+    def by_namespace(self) -> Mapping[str, Mapping[str, ModelSessions]]:
+        """Return the models by namespace, then by label; several if one has several names."""
+        found: dict[str, dict[str, ModelSessions]] = {}
+        for label, one in self._opened().items():
+            found.setdefault(one.namespace, {})[label] = one
+        return found
+
+    async def of(self, id: str) -> ModelSessions:
+        """Return the model that session `id` belongs to, else the default model."""
+        return (await self._find(id))[1][0]
+
+    async def _find(self, id: str) -> tuple[str, Sequence[ModelSessions]]:
+        """Return the namespace of session `id` and its loaded models, or else the default one."""
+        missing = NotFound("There are no sessions.")
+        for one in self._opened().values():  # one alone has a turn that is not written yet
+            try:
+                namespace = (await one.row(id)).namespace
+            except NotFound as error:
+                missing = error
+            else:
+                own = self.by_namespace().get(namespace, {})
+                return namespace, list(own.values()) or [self.default]
+        raise missing
+
+    def note_label(self, namespace: str, label: str) -> None:
+        self._labels[namespace] = label
+
+    def _labelled(self, session: Session) -> Session:
+        own = self.by_namespace().get(session.namespace)
+        label = next(iter(own)) if own else self._labels.get(session.namespace)
+        return replace(session, model=label or session.model)
+
+    # -- asking ------------------------------------------------------------------------------
+
+    async def list(self, limit: int | None = None) -> Sequence[Listed]:
+        """Return at most `limit` sessions, most recently used first.
+
+        Those of models that were not loaded have nothing in RAM.
+        """
+        newest = await _until_unchanged(partial(self._list, limit))
+        return [replace(one, session=self._labelled(one.session)) for one in newest]
+
+    async def _list(self, limit: int | None) -> Sequence[Listed]:
+        groups = self.by_namespace()
+        found: dict[str, Listed] = {}
+        for number, (namespace, models) in enumerate(groups.items()):
+            first, *others = models.values()
+            listed = await first.list(limit, omit=groups.keys() - {namespace}, own=number > 0)
+            for other in others:
+                listed = await other.with_ram(listed)
+            found |= {one.session.id: one for one in listed}
+        return sorted(found.values(), key=lambda one: -one.session.last_used_at)[:limit]
+
+    async def get(self, id: str) -> Listed:
+        found = await _until_unchanged(partial(self._get, id))
+        return replace(found, session=self._labelled(found.session))
+
+    async def _get(self, id: str) -> Listed:
+        _, (model, *others) = await self._find(id)
+        found = await model.get(id)
+        for other in others:
+            [found] = await other.with_ram([found])
+        return found
+
+    async def rows(self, limit: int | None = None) -> Sequence[Session]:
+        """Return at most `limit` sessions without their sizes; waits for no MLX thread."""
+        found = {row.id: row for one in self._opened().values() for row in await one.rows(limit)}
+        return sorted(found.values(), key=lambda one: -one.last_used_at)[:limit]
+
+    async def related(self, session: Session) -> Sequence[Session]:
+        """Return the sessions of the same conversation (label) that belong to other models."""
+        return [self._labelled(one) for one in await self.default.related(session)]
+
+    async def tree_parts(self, listed: Sequence[Listed]) -> Sequence[TreePart]:
+        """Return those of `listed` that belong to loaded models, as the parts of a tree view."""
+        first = [next(iter(models.items())) for models in self.by_namespace().values()]
+        return [
+            await model.tree_part(listed, label if self._labels_trees else None)
+            for label, model in first
+        ]
+
+    # -- changing ----------------------------------------------------------------------------
+
+    async def patch(
+        self, id: str, *, name: str | None = None, pinned: bool | None = None
+    ) -> Listed:
+        """Rename, pin or unpin a session; None changes nothing, a name of "" removes it."""
+        await (await self.of(id)).patch(id, name=name, pinned=pinned)
+        return await self.get(id)
+
+    async def fork(self, id: str, *, name: str | None = None, tokens: int | None = None) -> Listed:
+        """Make a new session from the first `tokens` tokens of the main leaf, or all."""
+        return await self.get(await (await self.of(id)).fork(id, name, tokens))
+
+    async def delete(self, id: str) -> None:
+        """Remove a session, and its KV except what others need."""
+        namespace, models = await self._find(id)
+        leaves = await models[0].delete(id)
+        for model in models:
+            for leaf in leaves:
+                await model.forget(namespace, leaf)
+
+    async def clear(self, *, pinned: bool = False) -> dict[str, int]:
+        """Clear both tiers and remove all sessions. KV in use by requests stays until evicted."""
+        if OWNER.get() is None:
+            cleared: Counter[str] = Counter()
+            for model in self._opened().values():
+                cleared.update(await model.clear(pinned=pinned))
+            return dict(cleared)
+        before = self.default.disk_bytes()
+        gone = [session for session in await self.rows() if pinned or not session.pinned]
+        for session in gone:
+            await self.delete(session.id)
+        freed = max(0, before - self.default.disk_bytes())
+        return {"sessions": len(gone), "freed_bytes": freed}
+
+    async def prune(self, limit: int | None = None) -> int:
+        """Remove damaged files, evict files down to `limit` bytes, and return the bytes freed."""
+        return await self.default.prune(limit)
+
+    async def check(self) -> Sequence[Problem]:
+        return await self.default.check()
+
+
+class ServerFiles:
+    """Exports sessions of all models to files, and imports them."""
+
+    def __init__(self, book: SessionBook, find_unopened: FindUnopened):
+        self._book = book
+        self._find_unopened = find_unopened
+
+    async def snapshot(self, id: str) -> SnapshotExport:
+        return await (await self._book.of(id)).files.snapshot(id)
+
+    async def prompt_cache(self, id: str) -> PromptCacheExport:
+        return await (await self._book.of(id)).files.prompt_cache(id)
+
+    def incoming(self, nbytes: int) -> Path:
+        return self._book.default.files.incoming(nbytes)
+
+    async def restore(
+        self, path: Path, name: str | None = None, prompt: str | None = None
+    ) -> Listed:
+        """Import a file; see `SessionFiles.restore`.
+
+        The model of a snapshot is found by its weights: it may have any name here, and need not be
+        loaded. A prompt cache goes to the model whose path or id it states, else to the default
+        one.
+        """
+        namespace, model = await asyncio.to_thread(read_origin, path)
+        models = [one for own in self._book.by_namespace().values() for one in own.values()]
+        if namespace is None:
+            fitting = [one for one in models if model in (one.model.path, one.model.name)]
+        else:
+            fitting = [one for one in models if namespace == one.model.snapshot_namespace]
+        if fitting or namespace is None:
+            made = await (fitting or [self._book.default])[0].files.restore(path, name, prompt)
+        else:
+            label, served = await self._find_unopened(namespace, model)
+            made = await self._book.default.files.restore(path, name, prompt, served)
+            self._book.note_label(namespace, label)
+        return await self._book.get(made)
+
+
+# -- one model -------------------------------------------------------------------------------------
+
+
+class ModelSessions:
+    """What one model keeps of the sessions: turns, KV in RAM, stored responses.
 
     Use on the event loop, unless a method says otherwise. `before_removal` is called on the MLX
-    thread before KV is removed. Methods may raise StoreError; changes also Busy if the table cannot
-    be written for 5 seconds; all NotReady once the book is closed.
+    thread before KV is removed. The methods raise as those of `SessionBook`.
     """
 
     def __init__(
@@ -139,12 +337,9 @@ class SessionBook:
     # -- asking ------------------------------------------------------------------------------
 
     async def list(
-        self, limit: int | None = None, *, omit: Collection[str] = (), own: bool = False
+        self, limit: int | None, *, omit: Collection[str], own: bool
     ) -> Sequence[Listed]:
-        """Return at most `limit` sessions of the current API key, most recently used first.
-
-        Those of other models too, except of the namespaces `omit`, unless `own`.
-        """
+        """Return sessions of this model and, unless `own`, of others but the namespaces `omit`."""
 
         def find(table: Sessions) -> Sequence[Session]:
             return [
@@ -161,9 +356,14 @@ class SessionBook:
     async def row(self, id: str) -> Session:
         return await self._writer.read(lambda: self._writer.table.get(id, OWNER.get()))
 
+    async def rows(self, limit: int | None = None) -> Sequence[Session]:
+        return await self._writer.read(lambda: self._writer.table.all(limit, OWNER.get()))
+
     async def related(self, session: Session) -> Sequence[Session]:
-        """Return the sessions of the same conversation (label) that belong to other models."""
         return await self._writer.read(lambda: self._writer.table.related(session))
+
+    async def info(self, id: str) -> SessionInfo:
+        return await self._writer.read(lambda: self._writer.table.info(id, OWNER.get()))
 
     async def with_ram(self, listed: Sequence[Listed]) -> Sequence[Listed]:
         """Add the KV that this model's RAM holds to each one's `ram`; may raise LeafChanged."""
@@ -192,19 +392,15 @@ class SessionBook:
                 ids |= await self._writer.read(partial(read_ids, unknown))
         return held
 
-    async def tree_parts(self, listed: Sequence[Listed]) -> Sequence[TreePart]:
-        """Return those of `listed` that belong to this model, as the one part of a tree view."""
+    async def tree_part(self, listed: Sequence[Listed], label: str | None) -> TreePart:
+        """Return those of `listed` that belong to this model, as a part of a tree view."""
         own = [one for one in listed if one.session.namespace == self.namespace]
         table = self._writer.table
         leaves = [leaf for one in own for leaf in one.leaves]
         ids = await self._writer.read(
             lambda: [table.ids(leaf.id)[: leaf.tokens] for leaf in leaves]
         )
-        return [TreePart(own, dict(zip(leaves, ids, strict=True)), self.decode)]
-
-    async def rows(self, limit: int | None = None) -> Sequence[Session]:
-        """Return at most `limit` sessions without their sizes; waits for no MLX thread."""
-        return await self._writer.read(lambda: self._writer.table.all(limit, OWNER.get()))
+        return TreePart(own, dict(zip(leaves, ids, strict=True)), self.decode, label)
 
     async def _measured(self, find: Callable[[Sessions], Sequence[Session]]) -> Sequence[Listed]:
         def from_table() -> Sequence[Listed]:
@@ -217,40 +413,29 @@ class SessionBook:
             except StoreError:  # the folder was removed, which is logged elsewhere
                 return listed
 
-        async def read() -> Sequence[Listed]:
-            return await self.with_ram(await self._writer.read(from_table))
-
-        return await until_unchanged(read)
+        return await self.with_ram(await self._writer.read(from_table))
 
     # -- changing ----------------------------------------------------------------------------
 
-    async def patch(
-        self, id: str, *, name: str | None = None, pinned: bool | None = None
-    ) -> Listed:
-        """Rename, pin or unpin a session; None changes nothing, a name of "" removes it."""
+    async def patch(self, id: str, *, name: str | None, pinned: bool | None) -> None:
         change = partial(self._sessions.update, id, name=name, pinned=pinned, owner=OWNER.get())
         await self._writer.change(id, change)
         if pinned is not None:
             await self._writer.run(lambda: self._writer.pin(id, pinned=pinned))
-        return await self.get(id)
 
-    async def fork(self, id: str, *, name: str | None = None, tokens: int | None = None) -> Listed:
-        """Make a new session from the first `tokens` tokens of the main leaf, or all."""
+    async def fork(self, id: str, name: str | None, tokens: int | None) -> str:
+        """Fork a session; return the id of the new one."""
         info = await self.info(id)
         size = len(info.leaves[0].ids) if info.leaves else 0
-        made = await self._writer.change(
+        return await self._writer.change(
             id, lambda: self._sessions.fork(id, time.time(), name, tokens), tokens=size
         )
-        return await self.get(made)
 
     async def delete(self, id: str) -> Sequence[Leaf]:
-        """Remove a session, and its KV except what others need; return its leaves."""
-        session = await self.row(id)
+        """Remove a session; return its leaves, whose KV is still there (see `forget`)."""
         leaves = await self._writer.read(lambda: self._writer.table.leaves(id))
         await self.settled()
         await self._writer.run(lambda: self._writer.delete(id))
-        for leaf in leaves:
-            await self.forget(session.namespace, leaf)
         return leaves
 
     async def forget(self, namespace: str, leaf: Leaf) -> None:
@@ -264,22 +449,12 @@ class SessionBook:
             seen = self.store.for_namespace(namespace)
             await self._writer.run(lambda: seen.remove_unshared(self._writer.table, ids))
 
-    async def clear(self, *, pinned: bool = False) -> dict[str, int]:
-        """Clear both tiers and remove all sessions of the current API key.
-
-        KV in use by requests stays until it is evicted.
-        """
-        if OWNER.get() is None:
-            await self.settled()
-            removed = await self._writer.run(lambda: self._writer.clear(pinned=pinned))
-            await self._remove(self._kv.clear)
-            return removed
-        before = self.disk_bytes()
-        gone = [session for session in await self.rows() if pinned or not session.pinned]
-        for session in gone:
-            await self.delete(session.id)
-        freed = max(0, before - self.disk_bytes())
-        return {"sessions": len(gone), "freed_bytes": freed}
+    async def clear(self, *, pinned: bool) -> dict[str, int]:
+        """Clear both tiers, and remove all sessions of every owner."""
+        await self.settled()
+        removed = await self._writer.run(lambda: self._writer.clear(pinned=pinned))
+        await self._remove(self._kv.clear)
+        return removed
 
     async def _remove(self, action: Callable[[], object]) -> None:
         def remove() -> None:
@@ -292,7 +467,6 @@ class SessionBook:
         return self.store.stats().used_bytes if self.store else 0
 
     async def prune(self, limit: int | None = None) -> int:
-        """Remove damaged files, evict files down to `limit` bytes, and return the bytes freed."""
         if (store := self.store) is None:
             return 0
         async with self._checking:
@@ -304,13 +478,10 @@ class SessionBook:
         async with self._checking:
             return await asyncio.to_thread(store.check)
 
-    async def info(self, id: str) -> SessionInfo:
-        return await self._writer.read(lambda: self._writer.table.info(id, OWNER.get()))
-
-    async def adopt(self, info: SessionInfo, name: str | None) -> Listed:
+    async def adopt(self, info: SessionInfo, name: str | None) -> str:
+        """Enter an imported session; return the id that it has here."""
         enter = partial(self._sessions.adopt, info, time.time(), name, OWNER.get())
-        size = sum(len(leaf.ids) for leaf in info.leaves)
-        return await self.get(await self._writer.run(enter, tokens=size))
+        return await self._writer.run(enter, tokens=sum(len(leaf.ids) for leaf in info.leaves))
 
     # -- stored responses --------------------------------------------------------------------
 
@@ -375,18 +546,7 @@ class ReplyFeed:
         self._reading: asyncio.Future[None] | None = None
 
     def start(self) -> None:
-        self._read()
-
-    async def refresh(self) -> None:
-        """Pass replies stored since the last read, waiting at most `WAIT_S` seconds."""
-        if self._reading is None or self._reading.done():
-            self._reading = asyncio.wrap_future(self._pool.submit(self._read))
-        await asyncio.wait({self._reading}, timeout=WAIT_S)
-
-    def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
-
-    def _read(self) -> None:
+        """Pass on the replies stored so far. Blocks."""
         if not self._store.database.is_there():
             return  # a read would create a removed folder again
         try:
@@ -404,3 +564,12 @@ class ReplyFeed:
             return
         if rows:
             self._learn(rows)
+
+    async def refresh(self) -> None:
+        """Pass on replies stored since the last read, waiting at most `WAIT_S` seconds."""
+        if self._reading is None or self._reading.done():
+            self._reading = asyncio.wrap_future(self._pool.submit(self.start))
+        await asyncio.wait({self._reading}, timeout=WAIT_S)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)

@@ -32,7 +32,6 @@ from mlxcache.private import make_folder
 from mlxcache.sessions.journal import Served
 from mlxcache.store.database import store_errors
 from mlxcache.store.leaves import Leaf
-from mlxcache.store.listing import Listed
 from mlxcache.store.lock import is_running
 from mlxcache.store.sessions import new_id
 from mlxcache.store.snapshot_format import SessionInfo, detect_format
@@ -47,7 +46,7 @@ from mlxcache.store.store import FREE_FLOOR, Store
 from mlxcache.types import WARMING, Job, Prompt, Tokens, join_ids, token_ids
 
 if TYPE_CHECKING:
-    from mlxcache.sessions.book import SessionBook
+    from mlxcache.sessions.book import ModelSessions
 
 log = logging.getLogger("mlxcache.engine")
 
@@ -68,11 +67,11 @@ def remove_stale(folder: Path) -> None:
 
 
 class SessionFiles:
-    """Exports sessions to files and imports them. Use on the event loop."""
+    """Exports sessions of one model to files and imports them. Use on the event loop."""
 
     def __init__(
         self,
-        book: SessionBook,
+        book: ModelSessions,
         kv: KVCache,
         thread: MlxThread,
         *,
@@ -131,8 +130,8 @@ class SessionFiles:
         name: str | None = None,
         prompt: str | None = None,
         served: Served | None = None,
-    ) -> Listed:
-        """Import the file at `path`: a snapshot, or a prompt cache of mlx-lm.
+    ) -> str:
+        """Import the file at `path`: a snapshot, or a prompt cache of mlx-lm; return its session.
 
         `prompt`: text, or JSON list of token ids, of which the prompt cache was made, if the file
         has no tokens. KV that a prompt cache lacks, or that cannot be used, is computed. `served`:

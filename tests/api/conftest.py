@@ -18,7 +18,7 @@ from starlette.applications import Starlette
 
 from mlxcache.api.app import create_app
 from mlxcache.api.http import ApiSettings
-from tests.api.fake import INFO, FakeEngine, FakeStream, reply
+from tests.api.fake import INFO, FakeEngine, FakeStream, OneModel, reply
 
 __all__ = ["INFO", "FakeEngine", "FakeStream", "eventually", "reply", "soon"]
 
@@ -38,7 +38,7 @@ def settings() -> ApiSettings:
 
 @pytest.fixture
 def app(engine: FakeEngine, settings: ApiSettings) -> Starlette:
-    return create_app(engine, settings)  # type: ignore[arg-type]
+    return create_app(OneModel(engine), settings)  # type: ignore[arg-type]
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any, Literal
 
 from mlxcache.engine.metrics import Tally
-from mlxcache.errors import MlxcacheError
+from mlxcache.errors import MlxcacheError, NotFound
 from mlxcache.types import (
     Admitted,
     Chat,
@@ -183,6 +183,7 @@ class FakeEngine:
         self.chats: list[Chat] = []
         self.texts: list[str] = []
         self.sessions: Any = []  # labels; a test of sessions puts a book here
+        self.book: Any = None  # a test of stored responses puts them here
         self.jobs: list[Job] = []
         self.streams: list[FakeStream] = []
         self.records: list[RequestRecord] = []
@@ -257,6 +258,42 @@ class FakeEngine:
     async def request(self, id: str) -> RequestRecord | None:
         """Return one record by id."""
         return next((r for r in self.records if r.id == id), None)
+
+
+class OneModel:
+    """The models of a server that has one alone, with an engine that a test made."""
+
+    def __init__(self, engine: Any):
+        self.default = engine
+        self.engines = [engine]
+
+    async def of(self, requested: str | None, arrival: Any = None) -> Any:
+        return self.default
+
+    def find(self, requested: str | None) -> Any:
+        return self.default
+
+    def of_record(self, record: RequestRecord) -> Any:
+        return self.default
+
+    def named(self, name: str) -> Any:
+        if name not in (self.default.info.id, self.default.label):
+            raise NotFound(f"There is no model {name!r}.")
+        return self.default
+
+    @property
+    def sessions(self) -> Any:
+        return self.default.sessions
+
+    def requests(self) -> Any:
+        return self.default.requests()
+
+    def figures(self) -> dict[str, Any]:
+        return self.default.figures()
+
+    def describe(self) -> list[dict[str, Any]]:
+        state = {"aliases": list(self.default.aliases), "default": True}
+        return [{"label": self.default.label, **state, **(self.default.residence or {})}]
 
 
 def _text(content: Any, info: ModelInfo | None) -> str:

@@ -20,6 +20,7 @@ from mlxcache.api.app import create_app
 from mlxcache.prompt.builder import PromptBuilder
 from mlxcache.types import Chat, Prompt
 from tests.api.conftest import INFO, FakeEngine
+from tests.api.fake import OneModel
 from tests.prompt.families import FAMILIES
 from tests.prompt.replaying import Served
 from tests.prompt.test_images import BUILDER as TAKES_IMAGES
@@ -56,7 +57,7 @@ def family(name: str) -> Renders:
 
 def send(engine: Renders, path: str, body: Mapping[str, Any], **headers: str) -> httpx.Response:
     async def post() -> httpx.Response:
-        transport = httpx.ASGITransport(create_app(engine))  # type: ignore[arg-type]
+        transport = httpx.ASGITransport(create_app(OneModel(engine)))  # type: ignore[arg-type]
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             return await client.post(path, content=json.dumps(body), headers=headers)
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from mlxcache.api.app import create_app
 from tests.api.conftest import FakeEngine
+from tests.api.fake import OneModel
 
 WORDS = st.text(max_size=6)
 JUNK = st.none() | st.booleans() | st.integers() | WORDS | st.lists(st.integers(), max_size=2)
@@ -115,7 +116,7 @@ BODIES = st.fixed_dictionaries(
 @settings(max_examples=300, deadline=None)
 @given(BODIES)
 def test_a_body_of_real_shapes_is_answered_or_refused(body: dict[str, Any]) -> None:
-    app = create_app(FakeEngine())  # type: ignore[arg-type]
+    app = create_app(OneModel(FakeEngine()))  # type: ignore[arg-type]
 
     async def send(path: str, content: dict[str, Any]) -> httpx.Response:
         transport = httpx.ASGITransport(app)

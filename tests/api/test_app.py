@@ -212,9 +212,10 @@ SERVER = """
 import sys, uvicorn
 from mlxcache.api.app import create_app
 from tests.api.conftest import FakeEngine, reply
+from tests.api.fake import OneModel
 engine = FakeEngine()
 engine.script = [*reply("Hello")[:2], 60.0]
-uvicorn.run(create_app(engine), port=int(sys.argv[1]), timeout_graceful_shutdown=5)
+uvicorn.run(create_app(OneModel(engine)), port=int(sys.argv[1]), timeout_graceful_shutdown=5)
 """
 
 

@@ -12,11 +12,11 @@ import httpx
 import pytest
 
 from mlxcache.api import live
-from mlxcache.api.http import LoneModel
 from mlxcache.api.live import Feed
 from mlxcache.api.status import measure_progress
 from mlxcache.types import RequestRecord
 from tests.api.conftest import FakeEngine
+from tests.api.fake import OneModel
 
 
 def record(id: str, status: Any = "queued", **fields: Any) -> RequestRecord:
@@ -34,7 +34,7 @@ async def watching(
     engine: FakeEngine, *parts: str, on: Feed | None = None
 ) -> AsyncIterator[Callable[[], Any]]:
     """Watch `parts`; `await soon()` returns the next item."""
-    found = on or Feed(LoneModel(engine), None)  # type: ignore[arg-type]
+    found = on or Feed(OneModel(engine), None)  # type: ignore[arg-type]
     watched = found.watch(parts)
 
     async def soon() -> Any:
@@ -71,7 +71,7 @@ async def test_what_is_now_comes_at_once_and_then_what_changes(engine: FakeEngin
 
 async def test_a_late_reader_is_told_what_is(engine: FakeEngine) -> None:
     engine.records = [record("a", "done")]
-    one = Feed(LoneModel(engine), None)  # type: ignore[arg-type]
+    one = Feed(OneModel(engine), None)  # type: ignore[arg-type]
     async with watching(engine, "requests", on=one) as first:
         await first()
         engine.records.insert(0, record("b", "done"))
@@ -100,7 +100,7 @@ async def test_many_readers_cost_one_look(engine: FakeEngine, monkeypatch: Any) 
         return plain() | {"asked": asked}
 
     monkeypatch.setattr(engine, "figures", figures)
-    one = Feed(LoneModel(engine), None)  # type: ignore[arg-type]
+    one = Feed(OneModel(engine), None)  # type: ignore[arg-type]
     readers = [one.watch(["cache"]) for _ in range(20)]
     for _ in range(5):
         told = [await asyncio.wait_for(anext(reader), 20) for reader in readers]

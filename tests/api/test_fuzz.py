@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from mlxcache.api.app import create_app
 from tests.api.conftest import FakeEngine
+from tests.api.fake import OneModel
 
 PATHS = ["/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/messages/count_tokens"]
 
@@ -143,7 +144,7 @@ def bodies(draw: st.DrawFn) -> Any:
 
 def post(path: str, content: bytes) -> httpx.Response:
     """Send one request to a new application."""
-    app = create_app(FakeEngine())  # type: ignore[arg-type]
+    app = create_app(OneModel(FakeEngine()))  # type: ignore[arg-type]
 
     async def send() -> httpx.Response:
         transport = httpx.ASGITransport(app)

@@ -84,8 +84,8 @@ def models(engine: FakeEngine) -> Loading:
 
 
 @pytest.fixture
-def app(engine: FakeEngine, settings: ApiSettings, models: Loading) -> Starlette:
-    return create_app(engine, settings, models)  # type: ignore[arg-type]
+def app(settings: ApiSettings, models: Loading) -> Starlette:
+    return create_app(models, settings)  # type: ignore[arg-type]
 
 
 def body(call: tuple[str, Any], **more: Any) -> dict[str, Any]:

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from mlxcache.api import cache, live
-from mlxcache.api.http import ApiSettings, Deps, LoneModel
+from mlxcache.api.http import ApiSettings, Deps
 from mlxcache.api.live import Feed, LiveReaders, LiveStream
 from mlxcache.errors import TooMany
 from mlxcache.owner import OWNER
 from tests.api.conftest import FakeEngine
+from tests.api.fake import OneModel
 
 
 @pytest.fixture
@@ -33,7 +34,7 @@ async def opened(watched: LiveReaders, deps: Deps) -> Any:
 async def test_streams_that_have_not_begun_count_and_another_owners_do_not(
     engine: FakeEngine, owner: None
 ) -> None:
-    deps = Deps(engine, ApiSettings(), LoneModel(engine))  # type: ignore[arg-type]
+    deps = Deps(engine, ApiSettings(), OneModel(engine))  # type: ignore[arg-type]
     watched = LiveReaders(deps.models)
     streams = [await opened(watched, deps) for _ in range(live.MAX_READERS)]
     with pytest.raises(TooMany):
@@ -71,7 +72,7 @@ async def test_a_disk_that_answers_nothing_holds_up_nobody(
         return plain()
 
     monkeypatch.setattr(engine, "figures", figures)
-    models: Any = LoneModel(engine)  # type: ignore[arg-type]
+    models: Any = OneModel(engine)
     request: Any = None
     deps = Deps(models.default, ApiSettings(), models)
     asked = asyncio.create_task(cache.read_figures(deps, request))

@@ -15,6 +15,7 @@ from mlxcache.api.app import create_app
 from mlxcache.api.http import ApiSettings
 from mlxcache.api.openapi import OPERATIONS, UNSUPPORTED, build_document
 from tests.api.conftest import FakeEngine
+from tests.api.fake import OneModel
 
 
 @pytest.fixture
@@ -65,7 +66,7 @@ def test_a_route_with_a_body_and_without_an_entry_is_an_error() -> None:
 
 
 async def test_the_document_and_its_page_need_no_key() -> None:
-    app = create_app(FakeEngine(), ApiSettings(api_key="secret"))  # type: ignore[arg-type]
+    app = create_app(OneModel(FakeEngine()), ApiSettings(api_key="secret"))  # type: ignore[arg-type]
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
         assert (await client.get("/openapi.json")).json()["openapi"] == "3.1.0"

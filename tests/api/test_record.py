@@ -13,7 +13,7 @@ from mlxcache.api.app import create_app
 from mlxcache.api.http import ApiSettings
 from mlxcache.api.record import Recorder
 from mlxcache.errors import ConfigError
-from tests.api.fake import FakeEngine
+from tests.api.fake import FakeEngine, OneModel
 
 BODY = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "Hello"}]}
 KEY = "secret-key-of-a-server"
@@ -27,7 +27,7 @@ def test_chat_requests_are_kept_as_they_came(tmp_path):
     """Names have time, endpoint and id; files are private, without keys, only chat requests."""
     folder = tmp_path / "a" / "kept"
     recorder = Recorder(folder)
-    app = create_app(FakeEngine(), ApiSettings(api_key=KEY, recorder=recorder))  # type: ignore[arg-type]
+    app = create_app(OneModel(FakeEngine()), ApiSettings(api_key=KEY, recorder=recorder))  # type: ignore[arg-type]
     client = TestClient(app, base_url="http://127.0.0.1", headers={"x-api-key": KEY})
     raw = json.dumps(BODY | {"input": "Hi", "store": False}).encode()
     ids = []
@@ -54,7 +54,7 @@ def test_chat_requests_are_kept_as_they_came(tmp_path):
 def test_nothing_is_kept_unless_asked_for(tmp_path, monkeypatch):
     """Also not in the server's working directory."""
     monkeypatch.chdir(tmp_path)
-    client = TestClient(create_app(FakeEngine()), base_url="http://127.0.0.1")  # type: ignore[arg-type]
+    client = TestClient(create_app(OneModel(FakeEngine())), base_url="http://127.0.0.1")  # type: ignore[arg-type]
     assert client.post("/v1/messages", json=BODY).status_code == 200
     assert files(tmp_path) == []
 

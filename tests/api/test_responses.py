@@ -59,8 +59,8 @@ class FakeBook(list[Any]):
 
 @pytest.fixture
 def book(engine: FakeEngine) -> FakeBook:
-    engine.sessions = FakeBook()
-    book: FakeBook = engine.sessions
+    engine.book = engine.sessions = FakeBook()
+    book: FakeBook = engine.book
     return book
 
 

@@ -14,6 +14,7 @@ from mlxcache.api.app import create_app
 from mlxcache.types import ToolCall
 from mlxcache.wire.responses_types import ITEMS
 from tests.api.conftest import FakeEngine, reply
+from tests.api.fake import OneModel
 
 WORDS = st.text(max_size=6)
 JUNK = st.none() | st.booleans() | st.integers() | WORDS | st.lists(st.integers(), max_size=2)
@@ -82,7 +83,7 @@ def test_any_body_gets_a_reply_or_a_400(body: dict[str, Any]) -> None:
     async def post() -> httpx.Response:
         engine = FakeEngine()
         engine.script = reply("Hi", ToolCall(0, "call_1", "patch", '{"input": "x"}'))
-        app = create_app(engine)  # type: ignore[arg-type]
+        app = create_app(OneModel(engine))  # type: ignore[arg-type]
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             return await client.post("/v1/responses", json={"model": "m", "store": False} | body)

@@ -109,11 +109,12 @@ async def test_of_a_model_that_was_never_loaded_the_name_is_told(engine: FakeEng
     """In each API's form; and the list begins with the first model's label."""
     described = [{"label": "main", "state": "loaded"}, {"label": "idle", "state": "never"}]
     models = SimpleNamespace(
+        default=engine,
         engines=[engine, SimpleNamespace(info=None)],
         find=lambda name: SimpleNamespace(info=None) if name == "idle" else engine,
         describe=lambda: described,
     )
-    transport = httpx.ASGITransport(create_app(engine, models=models))  # type: ignore[arg-type]
+    transport = httpx.ASGITransport(create_app(models))  # type: ignore[arg-type]
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
         listed = (await client.get("/v1/models")).json()
         assert [one["id"] for one in listed["data"]] == ["main", "idle"]

@@ -14,6 +14,7 @@ import uvicorn
 from mlxcache.api.app import create_app
 from mlxcache.cli.protocol import NOT_HTTP, TOO_LARGE, TOO_SLOW, Protocol
 from tests.api.conftest import FakeEngine, eventually
+from tests.api.fake import OneModel
 
 GET = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
 
@@ -27,7 +28,7 @@ def port() -> Iterator[int]:
     """A server with a timeout of half a second for headers."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         config = uvicorn.Config(
-            create_app(FakeEngine()),  # type: ignore[arg-type]
+            create_app(OneModel(FakeEngine())),  # type: ignore[arg-type]
             http=Impatient,
             log_level="error",
         )

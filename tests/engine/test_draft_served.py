@@ -41,7 +41,7 @@ def served(
 async def turn(engine: Engine, *parts: list[int]) -> tuple[Finished, RequestRecord]:
     """A request in a session, on disk once it is over."""
     done = await ask(engine, prompt(*parts), tokens=20, session="one")
-    assert await engine.sessions.settled()
+    assert await engine.book.settled()
     return done, engine.requests()[0]
 
 
@@ -81,7 +81,7 @@ async def test_a_draft_that_does_not_pay_is_hardly_used(
 async def said(engine: Engine, ids: list[int]) -> list[int]:
     """The tokens of a greedy reply."""
     await ask(engine, Prompt(token_ids(ids)), tokens=20, session="one")
-    held = [await engine.sessions.info(one.session.id) for one in await engine.sessions.list()]
+    held = [await engine.book.info(one.session.id) for one in await engine.sessions.list()]
     newest = max((leaf.ids.tolist() for one in held for leaf in one.leaves), key=len)
     assert newest[: len(ids)] == ids
     return newest[len(ids) :]
@@ -109,7 +109,7 @@ async def test_a_snapshot_holds_both_and_is_the_pairs_alone(toy: ToyMaker, tmp_p
     async with served(model, tmp_path / "a", same) as engine:
         await turn(engine, *parts)
         (session,) = await engine.sessions.list()
-        info = await engine.sessions.info(session.session.id)
+        info = await engine.book.info(session.session.id)
         made = await engine.sessions.files.snapshot(session.session.id)
         file.write_bytes(b"".join(made))
         cache = await engine.sessions.files.prompt_cache(session.session.id)

@@ -103,7 +103,7 @@ async def test_many_turns(
         talk.say(RESULT)
         fed, new = await talk.ask(engine)
         more.append(fed - new)
-        assert await engine.sessions.settled()
+        assert await engine.book.settled()
         ram.append(await engine.call(lambda core: core.kv.tree.checkpoint_bytes))
         disk.append(on_disk(tmp_path, "checkpoints"))
     layout = await engine.call(lambda core: core.layout)

@@ -93,7 +93,7 @@ async def test_a_moved_session_feeds_what_it_would_at_home(
         talk = await talk_at_home(engine, name, api, end)
         (listed,) = await engine.sessions.list()
         made = await engine.sessions.fork(listed.session.id)
-        await engine.sessions.settled()
+        await engine.book.settled()
         await export(engine, listed.session.id, file)
         await export(engine, made.session.id, fork)
         home, at_home = await next_turn(engine, talk, name)

@@ -60,7 +60,7 @@ async def test_no_owner_finds_anothers_prefix_in_ram_or_on_disk(
             assert (await ask(engine, owner, f"first-{owner}")).cached_tokens == 0
         for owner in OWNERS:
             assert (await ask(engine, owner, f"again-{owner}")).cached_tokens > 0
-        await engine.sessions.settled()
+        await engine.book.settled()
     async with started(model, tmp_path, disk="1GB") as engine:
         stranger = await ask(engine, owner_of("carol"), "carol")
         assert (stranger.cached_tokens, stranger.restored_tokens) == (0, 0)
@@ -79,7 +79,7 @@ async def shared(
         for owner in OWNERS:
             await ask(engine, owner, f"shared-{owner}", "work")
         found = {owner: await ids_of(engine, owner) for owner in OWNERS}
-        await engine.sessions.settled()
+        await engine.book.settled()
         yield engine, {owner: ids[0] for owner, ids in found.items()}
 
 
@@ -105,7 +105,7 @@ async def test_anothers_session_is_not_there_whatever_is_asked(shared: Shared) -
         with acting(owner):
             for refused in (
                 book.get(of_alice),
-                book.info(of_alice),
+                engine.book.info(of_alice),
                 book.patch(of_alice, name="mine"),
                 book.patch(of_alice, pinned=True),
                 book.fork(of_alice),
@@ -202,7 +202,7 @@ async def test_a_session_may_be_handed_over_as_a_snapshot(shared: Shared, tmp_pa
     carol = owner_of("carol")
     with acting(carol):
         made = await engine.sessions.files.restore(path, "from alice")
-        leaf = (await engine.sessions.info(made.session.id)).leaves[0].ids
+        leaf = (await engine.book.info(made.session.id)).leaves[0].ids
     assert leaf[: len(IDS)].tolist() == own_ids(IDS, carol).tolist()
     assert (await ask(engine, carol, "carol-goes-on")).restored_tokens > 0
     assert await ids_of(engine, carol) == [made.session.id] != [sessions[ALICE]]

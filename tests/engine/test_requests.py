@@ -9,7 +9,6 @@ from mlxcache.engine.requests import (
     MAX_RETRY_S,
     MIN_RETRY_S,
     Forecast,
-    Running,
     prefill_left_s,
 )
 from mlxcache.scheduling.prefill import DECODE_SHARE
@@ -18,10 +17,10 @@ from mlxcache.types import RequestRecord
 
 def going(
     prompt: int, fed: int = 0, cached: int = 0, out: int = 0, limit: int | None = None
-) -> Running:
+) -> tuple[RequestRecord, int | None]:
     record = RequestRecord("r", None, "t", None, "decode" if out else "prefill", 0.0, prompt)
     record.fed_tokens, record.cached_tokens, record.generated_tokens = fed, cached, out
-    return Running(record, limit)
+    return record, limit
 
 
 def test_the_first_that_ends_makes_room() -> None:
@@ -44,7 +43,7 @@ def test_replies_are_taken_to_be_as_long_as_those_before() -> None:
     before = forecast.next_place(running, rate=1.0, round_s=1.0)
     assert before == pytest.approx(FIRST_REPLY - 1)
     for _ in range(60):
-        record = going(10).record
+        record = going(10)[0]
         record.status, record.generated_tokens = "done", 40
         forecast.note_end(record)
     assert forecast.next_place(running, rate=1.0, round_s=1.0) == pytest.approx(39, rel=0.01)
@@ -57,9 +56,9 @@ def test_it_stays_within_bounds() -> None:
 
 def test_the_rest_of_a_prefill_waits_for_shorter_prompts_and_replies() -> None:
     """A longer prompt beside it, and one that waits, take none of its time."""
-    mine = going(60_000, fed=5000, cached=35_000).record
+    mine = going(60_000, fed=5000, cached=35_000)[0]
     shorter, longer, replies, waits = (
-        one.record for one in (going(4000), going(90_000), going(10, fed=10, out=1), going(10))
+        one for one, _ in (going(4000), going(90_000), going(10, fed=10, out=1), going(10))
     )
     for number, one in enumerate((shorter, longer, replies, waits)):
         one.id = str(number)

@@ -9,7 +9,7 @@ import pytest
 
 from mlxcache.config import Settings
 from mlxcache.config.sizes import LEAST_RAM
-from mlxcache.engine.model_files import demo_spec
+from mlxcache.engine.opening import demo_spec
 from mlxcache.engine.runtime import ModelRuntime
 from mlxcache.errors import ModelError, StoreError
 from mlxcache.mlx_thread import MlxThread

@@ -13,7 +13,7 @@ import pytest
 
 from mlxcache.config import Settings
 from mlxcache.engine.engine import Engine
-from mlxcache.engine.stream import Stream
+from mlxcache.engine.requests import Stream
 from mlxcache.errors import DeadlineExceeded, QueueFull, TooMany
 from mlxcache.types import (
     Finished,

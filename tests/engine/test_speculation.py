@@ -118,7 +118,7 @@ async def test_a_server_checks_guesses_and_counts_them(
             assert counted[name]["draft"] == 0
         assert [record.guess_source for record in records[1:]] == ["history", None]
         await runtime.book.written()
-        sessions = [one.figures for one in await runtime.book.list()]
+        sessions = [one.figures for one in await engine.sessions.list()]
         assert sum(one.accepted_tokens for one in sessions) == counted["accepted"]["history"]
         assert sum(one.guess_passes for one in sessions) == counted["passes"]["history"]
         assert figures["tokens"]["accepted"] >= records[1].accepted_tokens

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from mlxcache.engine.stream import BACKLOG, Stream
+from mlxcache.engine.requests import BACKLOG, Stream
 from mlxcache.errors import GenerationFailed
 from mlxcache.prompt.canonical.uuids import ReplyRestorer
 from mlxcache.types import Admitted, Event, Finished, RequestRecord, Text, Thinking, ToolCall
@@ -25,7 +25,7 @@ def make(stall_s: float = 30.0) -> tuple[Stream, list[str]]:
 async def test_events_come_in_order_and_end_with_finished() -> None:
     stream, cancels = make()
     events: list[Event] = [Admitted(3, 0), Text("a"), ToolCall(0, "c", "f", "{}"), DONE]
-    await asyncio.to_thread(lambda: deque(map(stream.push, events)))
+    deque(map(stream.put, events))
     assert [e async for e in stream] == events
     await stream.aclose()
     assert cancels == []
@@ -35,9 +35,9 @@ async def test_an_unread_stream_joins_texts_and_loses_none() -> None:
     stream, _ = make()
     texts = [str(i) for i in range(BACKLOG * 4)]
     for text in texts:
-        stream.push(Text(text))
-    stream.push(Thinking("x"))
-    stream.push(DONE)
+        stream.put(Text(text))
+    stream.put(Thinking("x"))
+    stream.put(DONE)
     await asyncio.sleep(0)
     read = [e async for e in stream]
     assert len(read) <= BACKLOG + 2
@@ -54,9 +54,9 @@ async def test_a_reader_that_stalls_is_cancelled() -> None:
         cancelled.set()
 
     stream._cancel = cancel
-    stream.push(Text("a"))
+    stream.put(Text("a"))
     await asyncio.sleep(0.1)
-    stream.push(Text("b"))
+    stream.put(Text("b"))
     await asyncio.wait_for(cancelled.wait(), 30)
     assert cancels == ["cancel"]
 
@@ -64,10 +64,10 @@ async def test_a_reader_that_stalls_is_cancelled() -> None:
 async def test_a_reader_that_was_stopped_with_the_process_is_not_cancelled() -> None:
     """SIGSTOP, then SIGCONT: the clock has gone on, and nobody could read meanwhile."""
     stream, cancels = make(stall_s=0.2)
-    stream.push(Text("a"))
+    stream.put(Text("a"))
     await asyncio.sleep(0)
     stream._read_at -= 60.0
-    stream.push(Text("b"))
+    stream.put(Text("b"))
     read = [event.text async for event in _first(stream, 2) if isinstance(event, Text)]
     assert read == ["a", "b"]
     await asyncio.sleep(0.5)
@@ -83,13 +83,13 @@ async def _first(stream: Stream, count: int) -> AsyncIterator[object]:
 async def test_admission_is_awaited_with_a_bound() -> None:
     stream, _ = make()
     assert await stream.admitted(0.01) is None
-    stream.push(Admitted(5, 2))
+    stream.put(Admitted(5, 2))
     assert await stream.admitted(1) == Admitted(5, 2)
 
 
 async def test_an_error_reaches_whoever_waits() -> None:
     stream, _ = make()
-    stream.push(GenerationFailed("no"))
+    stream.put(GenerationFailed("no"))
     with pytest.raises(GenerationFailed):
         await stream.admitted(1)
     with pytest.raises(GenerationFailed):
@@ -99,7 +99,7 @@ async def test_an_error_reaches_whoever_waits() -> None:
 async def test_leaving_the_context_cancels_what_runs() -> None:
     stream, cancels = make()
     async with stream:
-        stream.push(Text("a"))
+        stream.put(Text("a"))
     assert cancels == ["cancel"]
 
 
@@ -108,7 +108,7 @@ async def test_what_was_held_back_comes_before_an_error() -> None:
     record = RequestRecord("r", None, "test", None, "queued", 0.0)
     stream = Stream(record, lambda: None, 30.0, ReplyRestorer({"stable": "own"}))
     for event in (Text("a sta"), Text("ble st"), GenerationFailed("broke")):
-        stream.push(event)
+        stream.put(event)
     read = []
 
     async def read_on() -> None:

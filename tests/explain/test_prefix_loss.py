@@ -344,7 +344,7 @@ async def test_what_was_damaged_on_disk_is_told(toy, tmp_path):
     async with started(toy("llama"), tmp_path, disk="1GB", no_anticipate=True) as engine:
         talk = Talk(engine, "damaged")
         first = await talk.say(talk.system(), user("Fix the parser. " + text(9, "ask")))
-        assert await engine.sessions.settled()
+        assert await engine.book.settled()
         damage(tmp_path)
         await engine.call(lambda runtime: runtime.kv.clear())
         record = await talk.say(user("And the lexer?"))
@@ -363,7 +363,7 @@ async def test_after_a_restart_the_sessions_leaves_are_compared(toy, tmp_path, r
     head = [system("", "restart"), user("Fix the parser. " + text(9, "ask"))]
     async with started(toy("llama"), tmp_path, disk="1GB", no_anticipate=True) as engine:
         await Talk(engine, "main").say(*head)
-        assert await engine.sessions.settled()
+        assert await engine.book.settled()
         if reason == "evicted":
             await engine.sessions.prune(0)
     if reason == "corrupt":

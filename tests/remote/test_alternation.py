@@ -55,7 +55,7 @@ async def two(
 
 async def shared(engine: Engine) -> None:
     """Wait until all of an engine's conversations are on its disk, and in the remote."""
-    await engine.sessions.settled()
+    await engine.book.settled()
     still = 0
     async with asyncio.timeout(60):
         while still < 3:

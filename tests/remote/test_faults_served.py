@@ -43,7 +43,7 @@ async def ask(engine: Engine, number: int, more: str = "") -> tuple[RequestRecor
 
 
 async def uploaded(engine: Engine, seconds: float = 30.0) -> bool:
-    await engine.sessions.settled()
+    await engine.book.settled()
     runtime = await engine.call(lambda runtime: runtime)
     assert runtime.remote is not None
     return await asyncio.to_thread(runtime.remote.uploader.wait, seconds)

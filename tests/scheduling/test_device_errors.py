@@ -305,7 +305,7 @@ async def test_an_engine_on_a_dead_device_says_so_and_its_sessions_go_on_elsewhe
     with failing(on):
         async with started(model, tmp_path, disk="1GB", no_anticipate=True) as engine:
             await ask(engine, prompt(talk), session="mine")
-            assert await engine.sessions.settled()
+            assert await engine.book.settled()
             always.when = lambda: True
             with pytest.raises(GenerationFailed, match="died"):
                 await ask(engine, prompt(talk, tokens(np.random.default_rng(10), 200)))

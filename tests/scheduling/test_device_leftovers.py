@@ -334,5 +334,5 @@ async def test_a_request_that_leaves_after_an_error_is_a_turn_of_its_session(
         with pytest.raises(RuntimeError, match="Insufficient Memory"):
             await engine.call(leave)
         assert (await running).reason == "cancelled"
-        assert await engine.sessions.settled()
+        assert await engine.book.settled()
         assert len(await engine.sessions.list()) == 1

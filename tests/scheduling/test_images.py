@@ -17,7 +17,7 @@ from mlx_lm.processors import load_processor
 
 from mlxcache.config import Settings
 from mlxcache.engine.engine import Engine
-from mlxcache.engine.stream import Stream
+from mlxcache.engine.requests import Stream
 from mlxcache.errors import BadRequest
 from mlxcache.model.load import ModelSpec, load
 from mlxcache.model.vision import Rows, decode

@@ -221,7 +221,7 @@ async def test_after_a_restart_and_by_snapshot_no_row_is_made_again(
     file, home = tmp_path / "snapshot", tmp_path / "home"
     async with opened(model, home, disk="1GB") as engine:
         cold = await Client(engine).ask(*first, session="one")
-        assert await engine.sessions.settled()
+        assert await engine.book.settled()
         (session,) = await engine.sessions.list()
         made = await engine.sessions.files.snapshot(session.session.id)
         file.write_bytes(b"".join(made))

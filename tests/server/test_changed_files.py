@@ -13,6 +13,7 @@ import pytest
 from mlxcache.api.app import create_app
 from mlxcache.config import Settings
 from mlxcache.engine.engine import Engine
+from tests.api.fake import OneModel
 from tests.conftest import ToyMaker
 from tests.server.api import CHAT, MESSAGES, user
 
@@ -37,7 +38,7 @@ async def test_health_names_the_file_until_it_is_as_it_was(
     kept = shutil.copy2(file, tmp_path / "kept")
     engine = Engine(Settings(model=str(folder), cache_dir=tmp_path, ram="200MB", disk="off"))
     await engine.start()
-    transport = httpx.ASGITransport(create_app(engine))
+    transport = httpx.ASGITransport(create_app(OneModel(engine)))  # type: ignore[arg-type]
     try:
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             damage(file)

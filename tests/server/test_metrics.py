@@ -21,6 +21,7 @@ from mlxcache.api.app import create_app
 from mlxcache.api.metrics import FAMILIES, PREFIX
 from mlxcache.config import Settings
 from mlxcache.engine.engine import Engine
+from tests.api.fake import OneModel
 from tests.forked import served
 from tests.served import Served
 from tests.server.agent import Agent
@@ -262,7 +263,7 @@ async def test_a_scrape_does_not_wait_for_the_mlx_thread(model, tmp_path):
     await engine.start()
     moves = threading.Event()
     try:
-        transport = httpx.ASGITransport(create_app(engine))
+        transport = httpx.ASGITransport(create_app(OneModel(engine)))  # type: ignore[arg-type]
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             hangs = asyncio.ensure_future(engine.call(lambda _: moves.wait(60)))
             name, silent = "mlx_thread_silent_seconds", 0.0

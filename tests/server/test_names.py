@@ -15,6 +15,7 @@ from mlxcache.api.app import create_app
 from mlxcache.config import Settings
 from mlxcache.engine.engine import Engine
 from mlxcache.types import Chat, Prompt
+from tests.api.fake import OneModel
 from tests.conftest import ToyMaker
 
 OWN = "aaf15967-cfc7-4d52-bfda-e1edd9858ef9"
@@ -34,7 +35,7 @@ async def engine(toy: ToyMaker, tmp_path: Path) -> AsyncIterator[Engine]:
 
 @pytest.fixture
 async def client(engine: Engine) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(create_app(engine))
+    transport = httpx.ASGITransport(create_app(OneModel(engine)))  # type: ignore[arg-type]
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as made:
         yield made
 

@@ -13,6 +13,7 @@ import pytest
 
 from mlxcache.api.app import create_app
 from mlxcache.safetensors import read_header
+from tests.api.fake import OneModel
 from tests.conftest import ToyMaker
 from tests.engine.running import started
 from tests.server.api import CHAT, user, words
@@ -57,7 +58,7 @@ async def test_what_is_not_finite_is_a_400(
     family, settings, tensor = case
     cache = tmp_path / "cache"
     async with started(toy(family), cache, disk="100MB", no_anticipate=True, **settings) as engine:
-        transport = httpx.ASGITransport(create_app(engine))
+        transport = httpx.ASGITransport(create_app(OneModel(engine)))  # type: ignore[arg-type]
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             assert (await client.post(CHAT, json=BODY)).status_code == 200
             (made,) = (await client.get("/v1/sessions")).json()["data"]

@@ -88,12 +88,12 @@ async def test_a_request_without_a_label_is_listed_with_its_session(engine: Engi
 
 async def main_ids(engine: Engine, one: Listed) -> list[int]:
     """The token ids of a session's main leaf."""
-    return (await engine.sessions.info(one.session.id)).leaves[0].ids.tolist()
+    return (await engine.book.info(one.session.id)).leaves[0].ids.tolist()
 
 
 async def durable(engine: Engine, id: str) -> int:
     """The durable tokens once all is written."""
-    assert await engine.sessions.settled()
+    assert await engine.book.settled()
     return (await engine.sessions.get(id)).as_object()["durable_tokens"]
 
 
@@ -121,7 +121,7 @@ async def test_a_list_reads_the_tokens_of_no_session_that_is_as_it_was(
     given = [prompt(text(1, 200), text(n, 200)) for n in range(2, 14)]
     for n, one in enumerate(given):
         await ask(engine, one, session=f"s{n}")
-    assert await engine.sessions.settled()
+    assert await engine.book.settled()
     first = await engine.sessions.list()
     read: list[str] = []
     ids_of = Sessions.ids_of
@@ -134,7 +134,7 @@ async def test_a_list_reads_the_tokens_of_no_session_that_is_as_it_was(
     assert await engine.sessions.list() == first
     assert read == []
     await ask(engine, prompt(text(1, 200), text(4, 200), text(20, 30)), session="s2")
-    assert await engine.sessions.settled()
+    assert await engine.book.settled()
     newest, *others = await engine.sessions.list()
     assert set(read) == {newest.session.id}
     assert newest.tier == "both"
@@ -151,12 +151,12 @@ async def test_the_files_of_a_turn_are_known_before_it_is_listed(
         raise StoreError(f"{leaf} is read")
 
     async with started(toy("llama"), tmp_path, disk="1GB") as engine:
-        store = engine.sessions.store
+        store = engine.book.store
         assert store is not None
         for _ in range(2):  # the second time, all files are there already
             for n in range(3):
                 await ask(engine, prompt(text(n, 80)), session=f"s{n}")
-            assert await engine.sessions.settled()
+            assert await engine.book.settled()
         listed = Sessions(store.database).listed(await engine.sessions.rows())
         end = time.monotonic() + 20
         while True:
@@ -174,7 +174,7 @@ async def test_the_mlx_thread_measures_few_sessions_at_a_time(
     """So that it can decode in between; the figures are those of one step."""
     for n in range(5):
         await ask(engine, prompt(text(n, 80)), session=f"s{n}")
-    assert await engine.sessions.settled()
+    assert await engine.book.settled()
     at_once = await engine.sessions.list()
     steps: list[int] = []
     measure = KVCache.measure
@@ -197,9 +197,7 @@ async def test_a_session_that_changes_while_it_is_listed_is_listed_as_it_is_then
 
     def after_a_turn(self, leaf):
         if next(turns, False):
-            self.record_turn(
-                Turn(engine.sessions.namespace, "m", longer, 250, 140, HEAD, 9e9, "mine")
-            )
+            self.record_turn(Turn(engine.book.namespace, "m", longer, 250, 140, HEAD, 9e9, "mine"))
         return ids_of(self, leaf)
 
     longer = token_ids([*text(0, HEAD), *text(1, 100), *text(2, 120)])
@@ -265,7 +263,7 @@ async def test_removing_a_session_cuts_what_nobody_else_needs(engine: Engine, mo
     assert await engine.call(lambda runtime: runtime.kv.match(one.ids)) == 150
     await engine.sessions.delete(fork.session.id)
     assert await engine.call(lambda runtime: runtime.kv.match(one.ids)) == HEAD
-    store = engine.sessions.store
+    store = engine.book.store
     assert store is not None
     assert HEAD <= store.find(one.ids, touch=False).length <= len(begin.ids)
     heads = store.find(two.ids, touch=False).checkpoints
@@ -303,7 +301,7 @@ async def test_clearing_empties_both_tiers(engine: Engine):
     assert left.disk.tokens == (left.leaves[0].tokens,)
     assert (await engine.sessions.clear(pinned=True))["sessions"] == 1
     assert await engine.sessions.list() == []
-    assert engine.sessions.store.stats().runs == 0  # type: ignore[union-attr]
+    assert engine.book.store.stats().runs == 0  # type: ignore[union-attr]
     assert (await ask(engine, prompt(text(1, 256)))).cached_tokens == 0
 
 
@@ -454,7 +452,7 @@ async def test_a_pinned_session_stays_pinned_as_it_grows(toy, tmp_path, monkeypa
         [listed] = await engine.sessions.list()
         await durable(engine, listed.session.id)
         await engine.sessions.patch(listed.session.id, pinned=True)
-        store = engine.sessions.store
+        store = engine.book.store
         assert store is not None
         before = store.stats().pinned_bytes
         assert before > 0
@@ -466,7 +464,7 @@ async def test_a_pinned_session_stays_pinned_as_it_grows(toy, tmp_path, monkeypa
             assert time.monotonic() < end
             await asyncio.sleep(0.02)
     async with started(model, tmp_path, disk="1GB") as engine:
-        store = engine.sessions.store
+        store = engine.book.store
         assert store is not None
         assert store.stats().pinned_bytes > before
         await engine.sessions.patch(listed.session.id, pinned=False)
@@ -480,11 +478,11 @@ async def test_rows_of_sessions_keep_the_cap(toy, tmp_path):
     async with started(toy("llama"), tmp_path, disk=str(limit)) as engine:
         for seed in range(12):
             await ask(engine, prompt(text(seed, 300)), session=str(seed))
-            await engine.sessions.settled()
+            await engine.book.settled()
             files = [path for path in folder.rglob("*") if path.is_file()]
             assert sum(path.stat().st_blocks * 512 for path in files) <= limit
-        assert engine.sessions.store is not None
-        assert engine.sessions.store.stats().evicted > 0
+        assert engine.book.store is not None
+        assert engine.book.store.stats().evicted > 0
         assert len(await engine.sessions.list()) == 12
 
 

@@ -22,6 +22,7 @@ from mlxcache.config import Settings
 from mlxcache.engine.engine import Engine
 from mlxcache.engine.runtime import ModelRuntime
 from tests.accounts import check_accounts, check_at_rest
+from tests.api.fake import OneModel
 from tests.forked import served
 from tests.proofs.features.apis import Api, Json, Reply
 from tests.served import Served
@@ -69,8 +70,9 @@ class Inside:
         self._engine = engine = Engine(self._settings)
         await engine.start()
         config = uvicorn.Config(
-            create_app(engine), http=HttpProtocol, log_config=None, lifespan="off", ws="none",
-            timeout_graceful_shutdown=1,
+            create_app(OneModel(engine)),  # type: ignore[arg-type]
+            http=HttpProtocol, log_config=None, lifespan="off",
+            ws="none", timeout_graceful_shutdown=1,
         )  # fmt: skip
         server = _Server(config)
         serving = asyncio.create_task(server.serve([self._socket]))
