@@ -17,19 +17,14 @@ import sys
 from collections.abc import Mapping
 
 LARGE: Mapping[str, str] = {"MLX_MAX_OPS_PER_BUFFER": "1000", "MLX_MAX_MB_PER_BUFFER": "400"}
-"""Variables of MLX for large buffers: operations, and megabytes of arrays."""
 
 OWN: Mapping[str, str] = dict.fromkeys(LARGE, "")
-"""The same variables for MLX's own sizes."""
 
 _CHIPS = re.compile(r"\bApple M[1-4]\b")
 
 
 def buffer_variables(chip: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of `LARGE` that MLX is to be given on the chip, such as "Apple M3 Pro".
-
-    Those that the user has set in `environ` win; an empty one stands for MLX's own size.
-    """
+    """Return the variables of `LARGE` for a chip; those in `environ` win, also empty ones."""
     usual = LARGE if _CHIPS.search(chip) else OWN
     found = {name: environ.get(name, usual[name]) for name in LARGE}
     return {name: value for name, value in found.items() if value}
@@ -48,7 +43,6 @@ def set_command_buffers() -> None:
 
 
 def read_chip() -> str:
-    """Return the name of this Mac's chip; empty if the kernel reports none."""
     name, size = ctypes.create_string_buffer(128), ctypes.c_size_t(128)
     try:
         failed = ctypes.CDLL(None).sysctlbyname(

@@ -8,7 +8,6 @@ _BLOCK = 4096
 
 
 def common_length(a: Tokens, b: Tokens) -> int:
-    """Return the number of leading token ids that two arrays of shape (n,) have in common."""
     size = min(len(a), len(b))
     if size == 0:
         return 0
@@ -18,10 +17,7 @@ def common_length(a: Tokens, b: Tokens) -> int:
 
 
 def common_characters(a: str, b: str) -> int:
-    """Return the number of leading characters that two texts have in common.
-
-    Takes O(n) time and compares whole blocks of characters.
-    """
+    """Takes O(n) time and compares whole blocks of characters."""
     low, high = 0, min(len(a), len(b))
     step = _BLOCK
     while low < high and a[low : low + step] == b[low : low + step]:

@@ -37,10 +37,7 @@ class MlxcacheError(Exception):
 
 
 class BadRequest(MlxcacheError):
-    """Error raised if a request is wrong.
-
-    `param` names the wrong field. `code` is a stable word for programs.
-    """
+    """`param` names the wrong field. `code` is a stable word for programs."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None):
         super().__init__(message)
@@ -49,134 +46,92 @@ class BadRequest(MlxcacheError):
 
 
 class Unsupported(BadRequest):
-    """Error raised if a request needs something that this server does not support."""
-
     def __init__(self, message: str, *, param: str | None = None, code: str = "unsupported"):
         super().__init__(message, param=param, code=code)
 
 
 class ContextLengthExceeded(BadRequest):
-    """Error raised if a prompt alone exceeds the context length or the memory budget."""
-
     def __init__(self, message: str, *, param: str | None = "messages"):
         super().__init__(message, param=param, code="context_length_exceeded")
 
 
 class SnapshotRefused(BadRequest):
-    """Error raised if a snapshot is damaged or was made with another model."""
-
     def __init__(self, message: str, *, code: str = "bad_snapshot"):
         super().__init__(message, code=code)
 
 
-class Unauthorized(MlxcacheError):
-    """Error raised if the API key is missing or wrong."""
+class Unauthorized(MlxcacheError): ...
 
 
-class NotFound(MlxcacheError):
-    """Error raised if a path, request, model or session does not exist."""
+class NotFound(MlxcacheError): ...
 
 
-class TooLarge(MlxcacheError):
-    """Error raised if a request body exceeds the server's size limit."""
+class TooLarge(MlxcacheError): ...
 
 
 class Busy(MlxcacheError):
-    """Error raised if a request cannot be served now.
-
-    `retry_after` is the number of seconds after which the client may try again.
-    """
+    """The client may try again after `retry_after` seconds."""
 
     def __init__(self, message: str, *, retry_after: float = 1.0):
         super().__init__(message)
         self.retry_after = retry_after
 
 
-class QueueFull(Busy):
-    """Error raised if the maximum number of requests is already waiting."""
+class QueueFull(Busy): ...
 
 
-class TooMany(Busy):
-    """Error raised if one session has too many waiting requests, or one client too many streams."""
+class TooMany(Busy): ...
 
 
-class NotReady(Busy):
-    """Error raised if the model cannot run now, or the server is stopping.
-
-    The model is still loading, or its files have changed while it was unloaded.
-    """
+class NotReady(Busy): ...
 
 
-class DeadlineExceeded(MlxcacheError):
-    """Error raised if a request exceeds its time limit. Its computed tokens stay cached."""
+class DeadlineExceeded(MlxcacheError): ...
 
 
-class GenerationFailed(MlxcacheError):
-    """Error raised if the model, its tokenizer or its chat template fails."""
+class GenerationFailed(MlxcacheError): ...
 
 
 class GroupLost(BaseException):
-    """Exception that ends the group of ranks that serve a divided model, and their processes.
+    """Ends the group of ranks that serve a divided model, and their processes.
 
     Raised if another rank failed, hangs or cannot be reached, or if an operation failed on this
     rank: ranks that made different operations cannot go on together. It is no Exception, so that
-    nothing that handles the failure of one request catches it. `str(error)` says why.
+    nothing that handles the failure of one request catches it.
     """
 
 
 class Inconsistent(BaseException):
-    """Exception that ends the MLX thread, because its own state is wrong.
+    """Ends the MLX thread, because its own state is wrong. No Exception, as GroupLost.
 
-    It is no Exception, for the reason that GroupLost is none. Raised if the KV contradicts its
-    accounts, so that going on could serve wrong tokens or leak memory, or if the thread's loop
-    fails again and again. `str(error)` says why.
+    Raised if the KV contradicts its accounts, so that going on could serve wrong tokens or leak
+    memory, or if the thread's loop fails again and again.
     """
 
 
-class ModelError(MlxcacheError):
-    """Error raised if a model cannot be loaded, or cannot be served with these settings."""
+class ModelError(MlxcacheError): ...
 
 
-class ConfigError(MlxcacheError):
-    """Error raised if a flag, an environment variable or a key of config.toml is wrong."""
+class ConfigError(MlxcacheError): ...
 
 
-class StoreError(MlxcacheError):
-    """Error raised if an operation of the disk tier fails."""
+class StoreError(MlxcacheError): ...
 
 
-class Corrupt(StoreError):
-    """Error raised if a file is damaged, or its content does not match its name."""
+class Corrupt(StoreError): ...
 
 
-class Gone(StoreError):
-    """Error raised if a file was evicted between look-up and reading."""
+class Gone(StoreError): ...
 
 
 class Vanished(StoreError):
-    """Error raised if the store's folder is missing or was replaced.
-
-    The server reopens the folder within seconds. `retry_after` is the number of seconds after
-    which the client may try again.
-    """
-
     retry_after = 2.0
 
 
-class PrefixNotStored(StoreError):
-    """Error raised if the prefix on which a run builds is not on disk.
-
-    The earlier run must be written first.
-    """
+class PrefixNotStored(StoreError): ...
 
 
-class DiskFull(StoreError):
-    """Error raised if what is to be written does not fit on the disk.
-
-    Either the disk is full, or it must keep its free space for other programs, or the limit of the
-    disk tier would be exceeded.
-    """
+class DiskFull(StoreError): ...
 
 
-class RemoteUnavailable(MlxcacheError):
-    """Error raised if the shared remote is gone, slow, refuses, or is skipped after failures."""
+class RemoteUnavailable(MlxcacheError): ...

@@ -34,7 +34,7 @@ log = logging.getLogger("mlxcache.engine")
 
 
 def keep_kernels_private() -> None:
-    """Make MLX compile its kernels in the private folder. Leaves `os.environ` as it is."""
+    """Make MLX compile its kernels in the private folder."""
     for name, value in kernel_variables().items():
         os.putenv(name, value)
 
@@ -56,8 +56,7 @@ def kernel_variables() -> dict[str, str]:
 def open_kernel_folder(folder: Path) -> Path:
     """Make `folder` if it is missing, remove incomplete libraries in it, and return it.
 
-    Returns a new temporary folder instead, with a warning, if other users could have put something
-    there.
+    Returns a new temporary folder instead if other users could have put something there.
     """
     try:
         make_folder(folder)
@@ -77,7 +76,6 @@ def open_kernel_folder(folder: Path) -> Path:
 
 
 def _is_usable(folder: Path) -> bool:
-    """Return whether only this user can write to a folder or replace it, and programs run there."""
     itself, above = folder.lstat(), folder.parent.stat()
     ours = stat.S_ISDIR(itself.st_mode) and itself.st_uid == os.getuid()
     fixed = above.st_uid in (0, os.getuid()) and not (

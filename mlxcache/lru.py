@@ -34,23 +34,18 @@ class LRU(Generic[K, V]):
         self._lock = Lock()
 
     def get(self, key: K) -> V | None:
-        """Return the value of a key and make it the most recently used; None if there is none."""
         with self._lock:
             if key in self._held:
                 self._held.move_to_end(key)
             return self._held.get(key)
 
     def peek(self, key: K) -> V | None:
-        """Return the value of a key without counting this as a use; None if there is none."""
+        """Return the value of a key without counting this as a use."""
         with self._lock:
             return self._held.get(key)
 
     def put(self, key: K, value: V) -> list[V]:
-        """Set the value of a key, and evict the least recently used values above the limit.
-
-        Returns the evicted values, least recently used first. The value that the key had
-        before is not among them.
-        """
+        """Set the value of a key; return what is evicted, least recently used first."""
         with self._lock:
             return self._put(key, value)
 
@@ -64,7 +59,6 @@ class LRU(Generic[K, V]):
             return value
 
     def pop(self, key: K) -> V | None:
-        """Remove a key and return its value; None if there is none."""
         with self._lock:
             value = self._held.pop(key, None)
             if value is not None:
@@ -81,7 +75,6 @@ class LRU(Generic[K, V]):
 
     @property
     def total(self) -> int:
-        """Sum of the values' sizes, in the unit of `size`."""
         return self._total
 
     def _put(self, key: K, value: V) -> list[V]:
@@ -113,9 +106,8 @@ class LatestByGroup(Generic[K, V]):
     def add(
         self, group: K, value: V, *, replaced: Sequence[V] = (), each: int | None = None
     ) -> None:
-        """Add a value to a group, and evict old values as the class describes.
+        """Add a value to a group; those in `replaced`, compared by identity, are removed first.
 
-        Values of the group that are in `replaced`, compared by identity, are removed first.
         `each` overrides the limit per group for this call.
         """
         with self._lock:
@@ -134,7 +126,6 @@ class LatestByGroup(Generic[K, V]):
         return tuple(value for g, value in self._held if g == group)
 
     def items(self) -> tuple[tuple[K, V], ...]:
-        """Return all (group, value) pairs, oldest first, as an immutable snapshot."""
         return self._held
 
     def __len__(self) -> int:
@@ -142,5 +133,4 @@ class LatestByGroup(Generic[K, V]):
 
     @property
     def total(self) -> int:
-        """Sum of the values' sizes, in the unit of `size`."""
         return sum(self._size(value) for _, value in self._held)

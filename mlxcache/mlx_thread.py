@@ -37,11 +37,9 @@ class Heartbeat:
         self._began_at: float | None = None
 
     def beat(self) -> None:
-        """Record that a step begins now."""
         self._began_at = self._clock()
 
     def rest(self) -> None:
-        """Record that the thread is idle, so that `silent_s` is 0 until the next `beat`."""
         self._began_at = None
 
     @property
@@ -79,7 +77,6 @@ class MlxThread:
     # -- from any thread ---------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the thread. Call this once."""
         keep_kernels_private()
         self._thread.start()
 
@@ -90,10 +87,7 @@ class MlxThread:
             "posted action failed, the MLX thread goes on: %s", error, exc_info=error
         ),
     ) -> None:
-        """Queue `action` to run on the thread after all earlier actions. Does not block.
-
-        `failed(error)` is called on the thread if it raises; by default the error is logged.
-        """
+        """Queue `action` to run on the thread after all earlier actions. Does not block."""
         self._inbox.put((action, failed))
 
     def wake(self) -> None:
@@ -101,10 +95,7 @@ class MlxThread:
         self.post(_nothing)
 
     def call(self, action: Callable[[], T]) -> Future[T]:
-        """Queue `action` to run on the thread; return a future of its result or exception.
-
-        After `fail(error)`, every future raises `error`.
-        """
+        """Queue `action` to run on the thread; return a future of its result or exception."""
         answer: Future[T] = Future()
         with self._lock:
             if self._failure is not None:
@@ -162,7 +153,6 @@ class MlxThread:
 
     @property
     def alive(self) -> bool:
-        """True while the thread is running. Thread-safe."""
         return self._thread.is_alive()
 
     def join(self, seconds: float) -> None:
@@ -189,11 +179,7 @@ class MlxThread:
                 self._on_death(error)
 
     def run_posted(self, *, block: bool, wait_s: float | None = None) -> None:
-        """Run all queued actions. Called on the thread itself.
-
-        With `block`, waits for at least one action, but not longer than `wait_s` seconds if given.
-        Raises an error that concerns more than one action; see the class.
-        """
+        """Run all queued actions, with `block` after waiting for one, `wait_s` seconds at most."""
         if block:
             self.heartbeat.rest()
         try:
@@ -215,7 +201,6 @@ class MlxThread:
 
     @property
     def has_posted(self) -> bool:
-        """True if an action is waiting to be run."""
         return not self._inbox.empty()
 
 
@@ -232,5 +217,4 @@ def _has_native(thread: threading.Thread) -> bool:
     return True
 
 
-def _nothing() -> None:
-    """Do nothing, as the action that `wake` queues."""
+def _nothing() -> None: ...

@@ -8,7 +8,6 @@ import unicodedata
 from mlxcache.errors import BadRequest
 
 MAX_NAME = 200
-"""Maximum characters of a session's name, and of its label."""
 
 _EMOJI_JOINERS = "\u200d\ufe0f"
 """Invisible characters to keep; others could hide or reverse text in a list."""
@@ -17,10 +16,6 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
 def clean_name(text: str) -> str:
-    """Return the name that a user gave to a session, on one line without control characters.
-
-    Raises BadRequest if it is longer than `MAX_NAME` characters.
-    """
     if len(text) > MAX_NAME:
         raise BadRequest(
             f"A name has at most {MAX_NAME} characters, this one has {len(text)}.", param="name"
@@ -29,7 +24,6 @@ def clean_name(text: str) -> str:
 
 
 def clean_label(text: str) -> str:
-    """Return a session's label without control characters, cut to `MAX_NAME` characters."""
     return _CONTROL.sub("", text).strip()[:MAX_NAME]
 
 

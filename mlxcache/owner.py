@@ -26,7 +26,6 @@ Ids of images are 31 random bits, and so almost always larger."""
 
 
 def owner_of(key: str) -> str:
-    """Return the owner of an API key: a digest as hexadecimal text, the same in every process."""
     return blake2b(key.encode(), digest_size=16, person=b"mlxcache owner").hexdigest()
 
 
@@ -46,7 +45,6 @@ def own_ids(ids: Tokens, owner: str | None) -> Tokens:
 
 
 def plain_ids(ids: Tokens, owner: str | None) -> Tokens:
-    """Return the token ids from which `own_ids`, with the same `owner`, made `ids`."""
     if owner is None or not len(ids):
         return ids
     plain = np.array(ids)
@@ -57,9 +55,5 @@ def plain_ids(ids: Tokens, owner: str | None) -> Tokens:
 
 
 def _mask(owner: str) -> npt.NDArray[np.int32]:
-    """Return the owner's masks for the first `MARKED` ids, int32, shape (MARKED,).
-
-    They are numbers of 31 bits from a digest of `owner`, so the same in every process.
-    """
     drawn = blake2b(owner.encode(), digest_size=4 * MARKED, person=b"mlxcache ids").digest()
     return (np.frombuffer(drawn, "<u4") & 0x7FFFFFFF).astype(np.int32)

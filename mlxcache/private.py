@@ -8,10 +8,7 @@ from typing import BinaryIO
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder and its missing parents, each with mode 0700.
-
-    Folders that exist keep their mode. Raises OSError if one cannot be created.
-    """
+    """Create a folder and its missing parents with mode 0700; those that exist keep their mode."""
     missing = [path]
     while not missing[-1].parent.exists():
         missing.append(missing[-1].parent)
@@ -22,7 +19,7 @@ def make_folder(path: Path) -> None:
 def create(path: Path) -> BinaryIO:
     """Create or empty a file, set its mode to 0600, and open it for writing bytes.
 
-    An existing file of another user keeps its mode. Raises OSError if it cannot be opened.
+    An existing file of another user keeps its mode.
     """
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     if os.name == "posix" and os.fstat(fd).st_uid == os.getuid() and path.is_file():

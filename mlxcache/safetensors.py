@@ -40,11 +40,7 @@ ITEM_BYTES: Mapping[str, int] = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tensor:
-    """Name, dtype, shape and bytes of an array to be written to a file.
-
-    `dtype` is a key of `ITEM_BYTES`. `data` is C-contiguous, has exactly the elements of `shape`,
-    and must not change while this object exists. Raises ValueError if they do not agree.
-    """
+    """An array to be written to a file; `data` is C-contiguous and must not change meanwhile."""
 
     name: str
     dtype: str
@@ -90,8 +86,7 @@ _FIRST_READ = 256 << 10
 """Bytes of the first read of a file; with fewer, Linux at times reads the rest in small pages."""
 
 
-class Malformed(ValueError):
-    """Error raised if a file is not a complete safetensors file. The text says why."""
+class Malformed(ValueError): ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,19 +145,12 @@ def compose(
 
 
 def read_header(fd: int, *, own: bool = True) -> Header:
-    """Read the header of the open file `fd`, and check it against the file's size.
-
-    With `own`, the header must have a correct checksum. Raises Malformed and OSError.
-    """
+    """Read the header of the open file `fd`, with `own` also its checksum. Raises Malformed."""
     return _checked(_raw_header(fd, MAX_HEADER), os.fstat(fd).st_size, own=own)
 
 
 def header_of(data: bytes) -> Header:
-    """Read the header of a file that mlxcache wrote, from its whole content `data`.
-
-    The file may come from another machine, so the header is limited as in `read_foreign_header`.
-    Raises Malformed if a check fails.
-    """
+    """Read the header of a file that mlxcache wrote, maybe on another machine, from its content."""
     length = int.from_bytes(data[:_LENGTH], "little")
     if not 2 <= length <= min(MOST_FOREIGN, len(data) - _LENGTH):
         raise Malformed("its header does not fit into it")
@@ -170,10 +158,7 @@ def header_of(data: bytes) -> Header:
 
 
 def read_foreign_header(fd: int, *, own: bool) -> Header:
-    """Read and check the header of a file from another machine, in at most 64 MB of memory.
-
-    Raises Malformed if it is too large (see `is_foreign_size`), and the errors of `read_header`.
-    """
+    """Read the header of a file from another machine, in at most 64 MB of memory."""
     return _foreign(_raw_header(fd, MOST_FOREIGN), os.fstat(fd).st_size, own=own)
 
 
@@ -184,7 +169,6 @@ def _foreign(raw: bytes, size: int, *, own: bool) -> Header:
 
 
 def _checked(raw: bytes, size: int, *, own: bool) -> Header:
-    """Parse the length of a header and the header, with `own` after checking its checksum."""
     at = _LENGTH + len(OPENING)
     stored = raw[at : at + len(_NO_CHECK)]
     zeroed = raw[:at] + _NO_CHECK + raw[at + len(_NO_CHECK) :]
@@ -194,10 +178,6 @@ def _checked(raw: bytes, size: int, *, own: bool) -> Header:
 
 
 def _raw_header(fd: int, most: int) -> bytes:
-    """Return the bytes of the open file `fd` before its payload.
-
-    Raises Malformed if they are more than `most` or more than are in the file, and OSError.
-    """
     size = os.fstat(fd).st_size
     head = os.pread(fd, _FIRST_READ, 0)
     length = int.from_bytes(head[:_LENGTH], "little")
@@ -217,7 +197,6 @@ def is_foreign_size(text: bytes) -> bool:
 
 
 def parse(text: bytes, size: int) -> Header:
-    """Parse and check the header `text` of a file of `size` bytes. Raises Malformed."""
     try:
         table = json.loads(decode_utf8(text, _LENGTH), object_pairs_hook=_unique)
     except NotUtf8 as error:

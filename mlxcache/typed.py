@@ -28,15 +28,13 @@ def _decoder(type: Hashable) -> msgspec.json.Decoder[Any]:
 def decode(type: type[T], text: str | bytes) -> T:
     """Decode the JSON `text` into a value of `type`.
 
-    Raises msgspec.ValidationError if the JSON does not match `type`, its base class
-    msgspec.DecodeError if `text` is not JSON, UnicodeError if it is not valid Unicode, and
-    RecursionError if the JSON is nested too deeply.
+    Raises msgspec.DecodeError (ValidationError if it does not match `type`), UnicodeError if it is
+    not valid Unicode, and RecursionError if it is nested too deeply.
     """
     found: T = _decoder(cast(Hashable, type)).decode(text)
     return found
 
 
 def convert(type: type[T], value: Any) -> T:
-    """Convert a plain object to a value of `type`. Raises msgspec.ValidationError."""
     _decoder(cast(Hashable, type))
     return msgspec.convert(value, type)

@@ -50,7 +50,6 @@ def token_ids(ids: npt.NDArray[np.int32] | Sequence[int]) -> Tokens:
 
 
 def ids_of_bytes(raw: bytes | memoryview) -> Tokens:
-    """Return the token ids of which `raw` has the bytes, little-endian int32, as a copy."""
     return _sealed(np.frombuffer(raw, np.int32).copy())
 
 
@@ -74,16 +73,16 @@ FinishReason = Literal[
 ]
 """Reason why a reply ended.
 
-`stop`: the model ended its turn; `stop_sequence`: a stop string; `length`: max_tokens, the context
-length or the memory budget; `repetition`: the reply repeated itself exactly."""
+`length`: max_tokens, the context length or the memory budget; `repetition`: the reply repeated
+itself exactly.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """An image as it was sent.
+    """An image as it was sent: the content of a PNG, JPEG, GIF or WebP file, and its SHA-256.
 
-    `data` is the content of a PNG, JPEG, GIF or WebP file, and `digest` the 32 bytes of its
-    SHA-256. `where` is its place in the request's body, for errors.
+    `where` is its place in the request's body, for errors.
     """
 
     data: bytes = field(repr=False, compare=False)
@@ -96,8 +95,8 @@ class ImageSpan:
     """Tokens [start, end) of a prompt, at which one image is fed to the model.
 
     `grid`: numbers of rows and columns of the image's tokens, which come row by row; the model
-    gives each token the position of its row and column. None: the tokens have consecutive
-    positions, as text has.
+    gives each token the position of its row and column. None: the positions are consecutive, as in
+    text.
     """
 
     start: int
@@ -114,19 +113,16 @@ TEXTS = "texts"
 class Chat:
     """A conversation in the form that chat templates take, independent of the API.
 
-    - `messages` are in OpenAI's form, with `role` (system, developer, user, assistant, tool) and
-      `content`, a string; that of a user or tool with images is a list of strings and Images.
-      Optional keys are `reasoning_content`, `tool_calls` (each `{"id", "type": "function",
-      "function": {"name", "arguments": dict}}`), `tool_call_id` and `name`. An assistant's message
-      may have the key `TEXTS`, a list of the text blocks that `content` joins; it is not passed to
-      templates.
-    - `tools` are `{"type": "function", "function": {"name", "description", "parameters"}}`.
-    - `template_args` are keyword arguments of the template, such as `enable_thinking`.
-    - `breakpoint` is the number of leading messages up to and including the last one with a
-      `cache_control` field. It is 0 if only tools or system have one, None if nothing has.
-    - `continue_final`: the last message is the assistant's, and the reply continues it.
-    - `keeps` are requests of the client to keep the prompt cached. Each is a number of leading
-      messages (0: tools and system) and the seconds to keep them after each use.
+    `messages` are in OpenAI's form, except that the content of a user or tool with images is a list
+    of strings and Images, that arguments of tool calls are dicts, and that an assistant's message
+    may have the key `TEXTS`, which is not passed to templates. `template_args` are keyword
+    arguments of the template.
+
+    `breakpoint` is the number of leading messages up to and including the last one with a
+    `cache_control` field; 0 if only tools or system have one, None if nothing has.
+    `continue_final`: the reply continues the last message, the assistant's. `keeps` are requests of
+    the client to keep the prompt cached: a number of leading messages (0: tools and system) and the
+    seconds to keep them after each use.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -141,22 +137,18 @@ class Chat:
 class Prompt:
     """The token ids to which a request renders; `prompt.ChatPrompt` if it has a conversation.
 
-    - `ids` identify the prompt in the cache, and are fed to the model unless `tokens` is set.
-    - `tokens` are the ids fed for a prompt with images, else None. At the places of `images`, `ids`
-      are negative numbers made from the image's digest, since images of one size have the same
-      tokens.
-    - `marks` are ascending token positions at which a checkpoint is useful: the ends of tools and
-      system and of each message, and the start of the reply.
-    - `breakpoint` is the token position of `Chat.breakpoint`, or None.
-    - `thinking_open`: the prompt ends inside a think block, so the reply begins with reasoning.
-    - `continued`: the prompt ends inside an assistant message, which the reply continues.
-    - `generic_tools`: the template does not support tools, so that they are described in the system
-      text and calls have the form `<tool_call>{json}</tool_call>`.
-    - `rules` are the rules of canonicalisation that changed the conversation.
-    - `names` maps text that the model writes to the text that the client receives instead.
-    - `keeps` are keep hints: pairs of the position up to which to keep the prompt, and the seconds
-      to keep it after each use.
-    - `replies` are the keys of the known replies in it.
+    `ids` identify the prompt in the cache, and are fed to the model unless `tokens` is set: for a
+    prompt with images, whose places in `ids` have negative numbers made from the image's digest,
+    since images of one size have the same tokens.
+
+    `marks` are ascending positions at which a checkpoint is useful: the ends of tools and system
+    and of each message, and the start of the reply. `breakpoint` is the position of
+    `Chat.breakpoint`. `thinking_open`: the prompt ends inside a think block. `continued`: it ends
+    inside an assistant message, which the reply continues. `generic_tools`: the template does not
+    support tools, so that calls have the form `<tool_call>{json}</tool_call>`. `rules` of
+    canonicalisation changed the conversation. `names` maps text that the model writes to the text
+    that the client receives instead. `keeps`: positions up to which to keep the prompt, and for how
+    many seconds after each use. `replies`: keys of the known replies in it.
     """
 
     ids: Tokens
@@ -189,10 +181,9 @@ class Sampling:
     A `temperature` of 0 is greedy. These values are off: `top_p` 1, `top_k` 0, `min_p` 0,
     `xtc_probability` 0, `repetition_penalty` 1, and 0 for the other penalties, which count the
     tokens of the reply. The repetition penalty applies to the newest `repetition_context` tokens,
-    including the prompt. `logit_bias` pairs token ids with values to
-    be added. If `seed` is None, a random one is used. `unset` are the fields that the client
-    omitted, for which the model may have defaults.
-    Source of XTC: https://github.com/oobabooga/text-generation-webui/pull/6335
+    including the prompt. `logit_bias` pairs token ids with values to be added. If `seed` is None, a
+    random one is used. `unset` are the fields that the client omitted, for which the model may have
+    defaults. Source of XTC: https://github.com/oobabooga/text-generation-webui/pull/6335
     """
 
     temperature: float = 0.0
@@ -214,9 +205,9 @@ class Sampling:
 class OutputFormat:
     """Format that a reply's visible text must have.
 
-    `value` depends on `kind`: a JSON schema as text for `json_schema`, a regular expression for
-    `regex`, a Lark or GBNF grammar for `grammar`, a JSON list of strings for `choice`, empty for
-    `json_object`. `param` is the field of the request body that required the format, for errors.
+    `value` is a JSON schema, a regular expression, a Lark or GBNF grammar, a JSON list of strings
+    for `choice`, or empty for `json_object`. `param` is the field of the request body that required
+    the format, for errors.
     """
 
     kind: Literal["json_object", "json_schema", "regex", "grammar", "choice"]
@@ -226,11 +217,7 @@ class OutputFormat:
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """Tools that a reply may or must call.
-
-    If `required`, the reply consists of at least one call. `names` are the tools that may be
-    called; if empty, all may.
-    """
+    """Tools that a reply may or, if `required`, must call: those in `names`, or else all."""
 
     required: bool = False
     names: tuple[str, ...] = ()
@@ -244,33 +231,20 @@ WARMING = "warm"
 class Job:
     """One request to the engine.
 
-    - `id`: the request's own id, which the log and `GET /v1/requests` show.
-    - `max_tokens`: maximum tokens of the reply; None means as many as the context leaves.
-    - `stop`: strings that end the reply and are not part of it.
-    - `tools`: tools that may be called; with None, calls are returned as text. Calls of a tool
-      whose `function` has `strict` true always have valid arguments.
-    - `tool_choice`: which of `tools` may or must be called.
-    - `parallel_tools`: the reply may have several calls; if false, the first one ends it.
-    - `format`: format of the visible text; None means free text.
-    - `thinking_budget`: maximum tokens of a think block; None means no limit.
-    - `top_logprobs`: None for no log-probabilities, else those of the sampled token and of 0 to 20
-      alternatives are reported.
-    - `raw`: a plain completion, whose thinking and calls are returned as text.
-    - `session`: a label for users, never a key of the cache.
-    - `client`: name and version of the client program, as it states them, or None.
-    - `title`: the beginning of the user's first message.
-    - `owner`: the owner of the request, set by the engine.
-    - `api`: the kind of request, such as "messages", or `WARMING` for a prompt that is computed
-      before a request needs it.
-    - `render_s`: seconds that rendering the prompt took.
-    - `loaded_s`: seconds that the request waited, before it was submitted, for its model to be
-      loaded for the first time.
-    - `retry`: True if the client marked the request as a retry.
-    - `timeout_s`: seconds from submission until the request ends in DeadlineExceeded; with None,
-      the server's limit applies.
-    - `choice`: index of this reply among those that one request of the client asked for.
-    - `speculate`: guesses from the conversation may be checked, if the server does so.
-    - `response`: id under which the client can retrieve the reply; None if it is not stored.
+    `max_tokens`: None means as many as the context leaves. `tools`: with None, calls are returned
+    as text; calls of a tool whose `function` has `strict` true always have valid arguments.
+    `parallel_tools`: the reply may have several calls; if false, the first one ends it.
+    `thinking_budget`: most tokens of a think block. `top_logprobs`: None for no log-probabilities,
+    else those of the sampled token and of so many alternatives are reported. `raw`: a plain
+    completion, whose thinking and calls are returned as text.
+
+    `session`: a label for users, never a key of the cache. `title`: the beginning of the user's
+    first message. `owner` is set by the engine. `api`: the kind of request, such as "messages", or
+    `WARMING`. `render_s`, `loaded_s`: seconds that rendering took, and that the request waited for
+    the first load of its model. `retry`: the client marked the request as a retry. `timeout_s`:
+    seconds from submission until it ends in DeadlineExceeded. `choice`: index of this reply among
+    those that one request of the client asked for. `speculate`: guesses from the conversation may
+    be checked. `response`: id under which the client can retrieve the reply.
     """
 
     id: str
@@ -301,11 +275,11 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Text, log-probability and likeliest alternatives of one token.
+    """Text, natural log-probability after penalties and bias, and likeliest alternatives of a
+    token.
 
-    `logprob` is a natural logarithm, after penalties and bias. `top` holds alternatives as (text,
-    id, log-probability). Bytes that are not a whole character are surrogate escapes in the text.
-    `visible` is True if the token is part of the visible text, not of thinking, calls or their
+    `top`: (text, id, log-probability). Bytes that are not a whole character are surrogate escapes
+    in the text. `visible`: the token is part of the visible text, not of thinking, calls or their
     markers.
     """
 
@@ -318,10 +292,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """Event: memory is reserved for a request, and the cached part of its prompt is known.
-
-    Counts are exact: cached and fed tokens add up to the prompt.
-    """
+    """Event: memory is reserved for a request, and the cached part of its prompt is known."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -365,9 +336,8 @@ class ToolCall:
 class Finished:
     """Event: the end of a reply that did not fail. Counts are in tokens.
 
-    `reason` can be `cancelled`; it is not `error`, because a failure ends the stream with an
-    exception. `reasoning_tokens`: those of the generated tokens that are thinking.
-    `stop_sequence`: the stop string that ended the reply, or None.
+    `reason` is not `error`: a failure ends the stream with an exception. `reasoning_tokens`: those
+    of the generated tokens that are thinking.
     """
 
     reason: FinishReason
@@ -380,7 +350,6 @@ class Finished:
 
 
 Piece = Text | Thinking | ToolCall
-"""A part of a reply."""
 
 Event = Admitted | Progress | Text | Thinking | ToolCall | Finished
 """An event of a stream, in the order Admitted, Progress..., Pieces..., Finished."""
@@ -392,10 +361,9 @@ class ModelInfo:
 
     `context_length` limits requests, and `max_context_length` is the model's own limit.
     `architecture`: the model_type of config.json. `created`: time of the last change of that file,
-    in seconds since 1970. `draft`: id of the draft model, or None. `takes_effort` is True if the
-    chat template has an argument `reasoning_effort`. `sampling` holds the model's defaults for
-    fields of `Sampling` that a client omits. `backend`: name of the library that runs the model,
-    "mlx-lm" or "mlx-vlm".
+    in seconds since 1970. `takes_effort`: the chat template has an argument `reasoning_effort`.
+    `sampling`: defaults for fields of `Sampling` that a client omits. `backend`: "mlx-lm" or
+    "mlx-vlm".
     """
 
     id: str
@@ -418,14 +386,10 @@ class ModelInfo:
 class RequestRecord:
     """Numbers of one request so far. Times are in seconds.
 
-    `id`, `session`, `api`, `client` and `owner` are those of `Job`. `created_at`: seconds since
-    1970. `guess_passes`: passes of the model that checked drafted tokens, and `guess_saved_s` the
-    seconds saved by them, below 0 if they cost more. `guess_source`: source of the drafted tokens,
-    None without any. `timing`: durations by name, such as `render_s` or `decode_s`. `error`: text
-    of the error with which the request ended, or None. `canonicalised`: rules of canonicalisation
-    that changed the conversation. `lost`: description of a prefix loss as in `GET /v1/requests`, or
-    None. `joined`: id of the running request whose reply this one shares, or None. `model`: label
-    of the model; see `config.models.ModelEntry`.
+    `guess_passes`: passes of the model that checked drafted tokens, and `guess_saved_s` the seconds
+    saved by them, below 0 if they cost more. `timing`: durations by name, such as `render_s` or
+    `decode_s`. `lost`: description of a prefix loss as in `GET /v1/requests`. `joined`: id of the
+    running request whose reply this one shares. `model`: label of the model.
     """
 
     id: str
@@ -458,8 +422,7 @@ class RequestRecord:
 class Arrival:
     """A request whose prompt is not known yet, because its model may have to be loaded first.
 
-    `timeout_s`: seconds after which it ends in DeadlineExceeded, or None. `record`: its record
-    while it waits for the model, else None.
+    `record`: its record while it waits for the model, else None.
     """
 
     id: str
@@ -471,5 +434,4 @@ class Arrival:
     record: RequestRecord | None = None
 
     def note_waiting(self, record: RequestRecord | None) -> None:
-        """Set `record`: the request's record while it waits for its model, None afterwards."""
         self.record = record

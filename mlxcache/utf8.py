@@ -17,19 +17,15 @@ BOM = b"\xef\xbb\xbf"
 
 
 class NotUtf8(ValueError):
-    """Error raised if bytes are not UTF-8.
+    """Bytes are not UTF-8. The text is a predicate, such as "is not UTF-8: ...".
 
-    The text is a predicate, such as "is not UTF-8: ...", with the position of the first wrong byte,
-    or with the encoding that a byte order mark names. Positions count bytes from 0, lines from 1.
+    It has the position of the first wrong byte, from 0, and its line, from 1, or the encoding that
+    a byte order mark names.
     """
 
 
 def decode_utf8(raw: bytes, first: int = 0) -> str:
-    """Decode `raw` as UTF-8. Raises NotUtf8.
-
-    `first`: the position of the first byte of `raw` in its file, which is added to the position in
-    the error. Lines count from the start of `raw`.
-    """
+    """Decode `raw`, which begins at the byte `first` of its file, as UTF-8. Raises NotUtf8."""
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -45,8 +41,4 @@ def decode_utf8(raw: bytes, first: int = 0) -> str:
 
 
 def read_utf8(path: Path) -> str:
-    """Read a UTF-8 text file, whose line ends may be those of any system. Blocks.
-
-    Raises NotUtf8 and OSError.
-    """
     return decode_utf8(path.read_bytes()).replace("\r\n", "\n").replace("\r", "\n")
