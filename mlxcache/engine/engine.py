@@ -76,8 +76,7 @@ COMPILE_S = 15.0
 """Longest time, in seconds, that a request waits for its grammar to be compiled."""
 
 
-def _ignore(*_: Any) -> None:
-    """Do nothing: the default of callbacks."""
+def _ignore(*_: Any) -> None: ...
 
 
 def _call_later(seconds: float, action: Callable[[], None]) -> Timer:
@@ -88,21 +87,14 @@ class Engine:
     """One model and all that serves its requests. Use from one event loop.
 
     `failure`: the error that ended the MLX thread, or the group of ranks of a divided model; None
-    without one. The event `dead` is set after it. If the MLX thread ended, committed KV is still
-    written to disk. `on_progress(what, share)` is called on any thread while the model loads, with
-    the name of the step; `share` is from 0 to 1, or None if unknown. `on_request(record)` is called
-    on the event loop when a request is over. `label`, `aliases`: names of the model among those of
-    the server. `stall_s`: a client that takes none of its waiting events for so many seconds is
-    treated as one that has left. `awake`: prevents a Mac from sleeping while requests run; by
-    default it is made from the settings.
-
-    Three arguments are shared by the engines of a process that serves several models. `rounds`: the
-    loop of the MLX thread. `records`: the records of recent requests; if given, `on_request` is not
-    used. `database`: the database that holds the table of sessions if there is no disk tier.
-
-    `remote`: storage that is shared with other servers, or None; the caller closes it. `place`: the
-    place of this process, as rank 0, in the group of ranks that compute a divided model; None if
-    the model is not divided.
+    without one. The event `dead` is set after it. `on_progress(what, share)` is called on any
+    thread while the model loads; `share` is from 0 to 1, or None if unknown. `on_request(record)`
+    is called on the event loop when a request is over. `stall_s`: a client that takes none of its
+    waiting events for so many seconds is treated as one that has left. `rounds`, `records` (then
+    `on_request` is not used) and `database`, the table of sessions without a disk tier, are shared
+    by the engines of a process. `remote`: storage that is shared with other servers; the caller
+    closes it. `place`: of this process, as rank 0, in the group of ranks that compute a divided
+    model.
     """
 
     def __init__(
@@ -149,11 +141,7 @@ class Engine:
     # -- life --------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Load the model. Raises ModelError, ConfigError or BadRequest if it cannot be served.
-
-        BadRequest means that the memory that several models share can never hold it. Raises Busy if
-        other models use that memory now, and NotReady after `stop`.
-        """
+        """Load the model. Raises ModelError, ConfigError or BadRequest if it cannot be served."""
         self._loop = asyncio.get_running_loop()
         self._rounds.on_death(self._on_death)
         self.state = "loading"
@@ -172,7 +160,7 @@ class Engine:
             self._compilers.submit(self._ready().guides.prepare)
 
     def _serve(self, loaded: load.Loaded, weights: Weights) -> None:
-        """Make the runtime of a model and begin to serve it. Runs on the MLX thread."""
+        """Runs on the MLX thread."""
         runtime = self.make_runtime(loaded, self._shared(weights))
         if self.state == "stopped":  # `stop` found nothing to close
             runtime.close(died=False)
@@ -198,7 +186,6 @@ class Engine:
         )
 
     def _shared(self, weights: Weights) -> Shared | None:
-        """Return the shared budget, and how many bytes of it this model's KV can never have."""
         residency = self._rounds.residency
         if residency.memory is None:
             return None
@@ -219,7 +206,7 @@ class Engine:
         )
 
     def _close(self, runtime: ModelRuntime) -> None:
-        """End all requests of `runtime` and close it. Runs on the MLX thread."""
+        """Runs on the MLX thread."""
         self._rounds.remove(runtime.scheduler)
         runtime.scheduler.end_all()
         runtime.close(died=False)
@@ -313,9 +300,7 @@ class Engine:
     def decode(self, prompt: Prompt) -> str:
         """Return the text of a prompt of token ids, including control tokens.
 
-        Raises BadRequest for an empty prompt and for ids outside the vocabulary,
-        ContextLengthExceeded for too many tokens, NotReady before the model is loaded, and
-        GenerationFailed if the tokenizer fails.
+        Raises as `render`, and BadRequest for an empty prompt and for ids outside the vocabulary.
         """
         runtime = self._ready()
         runtime.check(prompt)
@@ -323,11 +308,10 @@ class Engine:
         return self._run(partial(decode, prompt.ids.tolist()), "a prompt of token ids")
 
     def _run(self, make: Callable[[], T], of: str, what: str = "Rendering the prompt") -> T:
-        """Return the result of `make`; `what` describes the work in error messages.
+        """Return the result of `make`; `what` describes the work, and `of` for whom it is done.
 
-        `of`: the session or request for which the work is done, for the log. Raises MlxcacheError
-        unchanged and GenerationFailed for any other error. BaseException is caught because a panic
-        in the tokenizer's Rust code is not an Exception.
+        Raises MlxcacheError unchanged and GenerationFailed for any other error. BaseException is
+        caught because a panic in the tokenizer's Rust code is not an Exception.
         """
         try:
             return make()
@@ -346,10 +330,10 @@ class Engine:
     async def submit(self, job: Job) -> Stream:
         """Queue `job`, or join an identical request in progress; return the stream of the reply.
 
-        If the reply must follow a grammar, the grammar is compiled first, in a worker thread.
-        Raises NotReady before the model is loaded and after `stop`, QueueFull if the queue is full,
-        TooMany if the session's waiting requests fill its share of the queue, BadRequest or
-        ContextLengthExceeded if the job is not valid, and for a grammar the errors of `_compile`.
+        If the reply must follow a grammar, it is compiled first, in a worker thread. Raises
+        NotReady before the model is loaded and after `stop`, QueueFull or TooMany if too many wait,
+        Busy or BadRequest for a grammar, BadRequest or ContextLengthExceeded if the job is not
+        valid.
         """
         runtime, owner = self._ready(), OWNER.get()
         builder = runtime.builders.of(owner)
@@ -377,7 +361,6 @@ class Engine:
         return live.join(record, reply, min((s for s in limits if s is not None), default=None))
 
     async def _compile(self, job: Job, runtime: ModelRuntime) -> Guide | None:
-        """Compile the grammar that the reply to `job` must follow, in a worker thread."""
         begun = threading.Event()
 
         def compiled() -> Guide | None:
@@ -402,7 +385,6 @@ class Engine:
         return guide
 
     def _receive(self, live: LiveRequest, event: Event | BaseException) -> None:
-        """Pass one event of a request, or the error that ended it, to its readers."""
         try:
             if isinstance(event, Finished | BaseException):
                 self._end(live)
@@ -417,7 +399,6 @@ class Engine:
             runtime.prefix_loss.note_reply(live.task)
 
     def _end(self, live: LiveRequest) -> None:
-        """Remove a request that is over from the table and complete its record."""
         runtime, task = self._runtime, live.task
         if runtime is None or not self._requests.remove(live):
             return
@@ -429,10 +410,7 @@ class Engine:
             runtime.next_turns.note_end(task, live.pieces, idle=not self._requests)
 
     async def call(self, action: Callable[[ModelRuntime], T]) -> T:
-        """Run `action` on the MLX thread and return its result.
-
-        Raises what `action` raises, and NotReady before the model is loaded.
-        """
+        """Run `action` on the MLX thread and return its result."""
         runtime = self._ready()
         return await self._thread.ask(lambda: action(runtime))
 
@@ -456,32 +434,27 @@ class Engine:
 
     @property
     def awaits_room(self) -> bool:
-        """True while the model waits for memory before it is loaded for the first time."""
         return self._first_load.awaits_room
 
     @property
     def load_share(self) -> float | None:
-        """Part of the current loading step that is done, from 0 to 1.
+        """Part of the current loading step (download, reading weights) that is done, from 0 to 1.
 
-        The steps are the download and reading the weights. None if nothing is being loaded, and
-        while the model waits for memory. Any thread.
+        None if nothing is being loaded, and while the model waits for memory. Any thread.
         """
         if (one := self._resident) is None:
             return self._first_load.share
         return (one.progress or 0.0) if one.state == "loading" else None
 
     async def load_weights(self) -> None:
-        """Load the model's weights if they were unloaded; return at once, before they are read.
-
-        Raises NotReady before the model was loaded for the first time.
-        """
+        """Begin to load the model's weights if they were unloaded; returns before they are read."""
         await self.call(lambda runtime: self._rounds.residency.ask(runtime.scheduler))
 
     async def unload_weights(self) -> None:
         """Drop the model's weights from memory; the next request reads them again.
 
-        Raises NotReady before the model was loaded for the first time, Busy while requests of this
-        model run, and Unsupported for a model that is divided among ranks.
+        Raises Busy while requests of this model run, and Unsupported for a model divided among
+        ranks.
         """
         unload = self._rounds.residency.unload
         if self._ranks is not None:
@@ -491,12 +464,10 @@ class Engine:
 
     @property
     def ranks(self) -> Mapping[str, Any] | None:
-        """Division of the model and state of the other ranks; None if the model is not divided."""
         return self._ranks.figures() if self._ranks and self._runtime else None
 
     @property
     def tally(self) -> Tally:
-        """Counts of the requests since the server started, those of all its models together."""
         return self._records.tally
 
     @property
@@ -509,15 +480,12 @@ class Engine:
 
     @property
     def recordings(self) -> Recordings:
-        """The traces that clients are recording, of the requests of all models of the server."""
         return self._records.recordings
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the MLX thread began the step that it is running.
-
-        A step normally takes a few seconds at most. 0 while the thread is idle, and until the model
-        was loaded for the first time.
+        """Seconds since the MLX thread began its step, which takes a few at most; 0 while it is
+        idle.
         """
         return self._thread.heartbeat.silent_s if self._runtime is not None else 0.0
 
@@ -559,17 +527,16 @@ class Engine:
         return [self._with_session(record) for record in self._records.all(OWNER.get())]
 
     def running(self) -> list[RequestRecord]:
-        """Return the records of this model's waiting and running requests, oldest first.
-
-        They are those of all owners. A request that joined another one is not among them.
+        """Return the records of this model's waiting and running requests, oldest first, of all
+        owners.
         """
         return [one.record for one in self._requests.all()]
 
     def prefill_left_s(self, record: RequestRecord) -> float | None:
         """Estimate the seconds until the prompt of `record` is computed.
 
-        Returns None unless the prompt is being computed, and before the end of its first chunk: a
-        prefix may be restored, and the speed is not known.
+        None unless it is being computed, and before the end of its first chunk: a prefix may be
+        restored.
         """
         fed = record.status == "prefill" and record.fed_tokens
         if self._runtime is None or not fed:
@@ -580,8 +547,7 @@ class Engine:
     async def request(self, id: str) -> RequestRecord | None:
         """Return the record of request `id` if it is one of those of `requests`, else None.
 
-        Waits until the analysis of the request's prefix loss has ended and, for a bounded time,
-        until the session of a request without a label is known.
+        Waits for the analysis of its prefix loss and, for a bounded time, for its session.
         """
         if (runtime := self._runtime) is not None:
             await runtime.prefix_loss.wait_for(id)
@@ -595,7 +561,6 @@ class Engine:
         return record
 
     def _with_session(self, record: RequestRecord) -> RequestRecord:
-        """Return the record; if the request has no label, with the id of its session once known."""
         if record.model not in (None, self.label):
             return record
         if record.session is None and self._runtime is not None:
@@ -621,7 +586,6 @@ def stopping() -> NotReady:
 
 
 def _learn_forms(runtime: ModelRuntime, prompt: Prompt, owner: str | None, of: str) -> None:
-    """Tokenise the tool results of a conversation as a reply would repeat them, for guesses."""
     try:
         runtime.learn_forms(prompt, owner)
     except Exception:

@@ -25,11 +25,7 @@ class FirstLoad:
     """Loads one model for the first time. Use from the event loop, once.
 
     `share`: the part that is done of the current step, a download or reading the weights, from 0 to
-    1, as last reported; None while the model waits for memory, and when nothing is being loaded.
-    `awaits_room`: the model waits for memory. `rounds`: the loop of the MLX thread, with the
-    residency of all models. `ranks`: the group that the model is divided among, or None.
-    `on_progress(what, share)` is called on any thread with the name of the current step and the
-    part of it that is done, None if unknown.
+    1; None while the model waits for memory, and when nothing is being loaded.
     """
 
     def __init__(
@@ -46,11 +42,10 @@ class FirstLoad:
         self._served = False
 
     async def run(self, pool: Executor, serve: Serve) -> None:
-        """Fetch the files, wait for memory, read the weights and call `serve(loaded, weights)`.
+        """Fetch the files, wait for memory, read the weights and call `serve` on the MLX thread.
 
-        Starts the MLX thread if it does not run yet. Files are fetched in `pool`; `serve` runs on
-        the MLX thread. Raises ModelError, ConfigError or BadRequest if the model cannot be served,
-        and what `serve` raises; the memory of the weights is released then.
+        Raises ModelError, ConfigError or BadRequest if the model cannot be served, and what `serve`
+        raises; the memory of the weights is released then.
         """
         self.share = 0.0
         try:
@@ -60,7 +55,6 @@ class FirstLoad:
             self.share = None
 
     async def _fetch(self, pool: Executor) -> load.ModelSpec:
-        """Fetch the model's files, or make those of the demo model; start the MLX thread."""
         loop = asyncio.get_running_loop()
         fetched = await loop.run_in_executor(pool, fetch_model, self._settings, self.report)
         self._rounds.start()
@@ -73,7 +67,6 @@ class FirstLoad:
         return spec
 
     def report(self, what: str, share: float | None) -> None:
-        """Report the loading step `what` and the part of it that is done. Any thread."""
         if share is not None:
             self.share = share
         self._on_progress(what, share)
@@ -81,8 +74,8 @@ class FirstLoad:
     async def _await_room(self, pool: Executor, spec: load.ModelSpec) -> Newcomer:
         """Wait until there is memory for the weights, and charge their bytes to the shared budget.
 
-        Returns the model as a newcomer; see `Newcomer`. Does not wait if no other models share the
-        memory. Raises BadRequest if there can never be enough.
+        Does not wait if no other models share the memory. Raises BadRequest if there can never be
+        enough.
         """
         loop, thread = asyncio.get_running_loop(), self._rounds.thread
         residency = self._rounds.residency
@@ -109,7 +102,6 @@ class FirstLoad:
         self.report("loading the weights", share)
 
     async def _read(self, spec: load.ModelSpec, newcomer: Newcomer, serve: Serve) -> None:
-        """Load the model, reading its weights in parts, and call `serve`."""
         thread, residency = self._rounds.thread, self._rounds.residency
         self.share = 0.0
         self.report("loading the weights", None)
@@ -136,7 +128,7 @@ class FirstLoad:
             raise
 
     def _open(self, spec: load.ModelSpec, use: BaseUse) -> tuple[load.Loaded, Weights]:
-        """Load the model without its weights; return it, and its weights to read in parts."""
+        """Load the model without its weights, which are read in parts later."""
         # this takes seconds, and is no sign of a stalled device
         self._rounds.thread.heartbeat.rest()
         loaded = self._load_lazily(spec, use)
@@ -161,6 +153,6 @@ class FirstLoad:
         return load.load(spec, lazy=True, use=use, divide=ranks.divide)
 
     def _give_up(self, use: BaseUse) -> None:
-        """Release the weights of a model that cannot be served. Runs on the MLX thread."""
+        """Runs on the MLX thread."""
         self._rounds.residency.account.remove(use)
         release_unused()

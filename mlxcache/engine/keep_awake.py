@@ -18,10 +18,7 @@ log = logging.getLogger("mlxcache.engine")
 CAFFEINATE = "/usr/bin/caffeinate"
 
 GRACE_S = 30.0
-"""Seconds that the command keeps running after the last request.
-
-The turns of an agent are closer together than this.
-"""
+"""Seconds that the command runs after the last request: more than between an agent's turns."""
 
 CHECK_S = 1.0
 """Seconds from the command's start to the check that it still runs.
@@ -31,26 +28,15 @@ Also the most seconds to wait for the command's end after SIGTERM.
 
 
 class Timer(Protocol):
-    """Handle of a call that is scheduled for later."""
-
-    def cancel(self) -> None:
-        """Cancel the scheduled call."""
+    def cancel(self) -> None: ...
 
 
 class Process(Protocol):
-    """Interface of a started command, as in `subprocess.Popen`."""
+    def poll(self) -> int | None: ...
 
-    def poll(self) -> int | None:
-        """Return the exit status, negative for a signal; None while the command runs."""
+    def terminate(self) -> None: ...
 
-    def terminate(self) -> None:
-        """Send SIGTERM to the command."""
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait up to `timeout` seconds for the command to end; return its exit status.
-
-        Raises subprocess.TimeoutExpired.
-        """
+    def wait(self, timeout: float | None = None) -> int: ...
 
 
 Spawn = Callable[[Sequence[str]], Process]
@@ -69,11 +55,10 @@ def spawn(command: Sequence[str]) -> Process:
 
 
 class KeepAwake:
-    """Owner of the server's one caffeinate process. Use on the event loop.
+    """Owner of the server's one caffeinate process, on a Mac, if `on`. Use on the event loop.
 
-    Does nothing unless `on` is true and the platform is macOS. `call_later` is the event loop's
-    method. A command that is missing or fails causes one warning and is not started again. Calls
-    normally block for milliseconds, and for `CHECK_S` seconds if the command ignores SIGTERM.
+    A command that is missing or fails causes one warning and is not started again. Calls block for
+    milliseconds, and for `CHECK_S` seconds if the command ignores SIGTERM.
     """
 
     def __init__(
@@ -114,7 +99,6 @@ class KeepAwake:
             self._end = None
 
     def _release(self) -> None:
-        """Terminate the command and wait for its end, `CHECK_S` seconds at most."""
         self._cancel_end()
         self._check()
         process, self._process = self._process, None
@@ -138,7 +122,6 @@ class KeepAwake:
         self._call_later(CHECK_S, self._check)
 
     def _check(self) -> None:
-        """Detect whether the command has ended by itself."""
         status = self._process.poll() if self._process is not None else None
         if status is None:
             return

@@ -72,7 +72,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("mlxcache.engine")
 
 RESERVED = ("pool", "transient", "pending", "images")
-"""Kinds of the budget that are reserved for a loaded model, whatever is cached."""
 
 RECORDED = ("done", "cancelled")
 """Statuses of ended requests that are turns of a session."""
@@ -84,9 +83,8 @@ FLUSH_S = 5.0
 class PromptBuilders:
     """Prompt builders by owner, each made at its first use. Thread-safe.
 
-    A builder remembers replies, tool results and the order of tools, to restore them in later
-    prompts, and texts, to tokenise them faster. A builder shared between owners would leak data of
-    one owner to another. `make(replies)` returns a new builder over the known replies of its owner.
+    A builder remembers replies, tool results and texts: one shared between owners would leak data
+    of one to another. `make(replies)` returns a new builder over the known replies of its owner.
     """
 
     def __init__(self, make: Callable[[Replies], PromptBuilder]):
@@ -96,14 +94,12 @@ class PromptBuilders:
         self._made: dict[str | None, PromptBuilder] = {}
 
     def of(self, owner: str | None) -> PromptBuilder:
-        """Return the prompt builder of an owner. Making a new one takes tens of milliseconds."""
         with self._lock:
             if owner not in self._made:
                 self._made[owner] = self._make(self._replies[owner])
             return self._made[owner]
 
     def learn(self, rows: Mapping[str | None, Sequence[ReplyRow]]) -> None:
-        """Remember stored replies for replay: `rows`, the replies of each owner."""
         for owner, replies in rows.items():
             with self._lock:
                 known = self._replies[owner]
@@ -113,18 +109,13 @@ class PromptBuilders:
 class ModelRuntime:
     """A loaded model with its cache, scheduler, sessions and prompt builders.
 
-    Make it on the MLX thread. `submit`: `Engine.submit`. `on_progress(what, share)` reports which
-    step of opening is in progress; `share` is from 0 to 1, or None if unknown. `shared`: the budget
-    of several models, to which the weights of this one are charged already. `remote`: storage that
-    is shared with other servers, or None. `database` holds the table of sessions if there is no
-    disk tier; by default it is a temporary one. `ranks`: the other ranks of a divided model, or
-    None. Raises ModelError, or with `shared` BadRequest, if the budget is too small for the model,
-    Busy if other models use the memory at present that it needs, and StoreError if the table of
-    sessions cannot be opened.
+    Make it on the MLX thread. `submit`: `Engine.submit`. `shared`: the budget of several models, to
+    which the weights of this one are charged already. The other arguments are those of `Engine`.
+    Raises ModelError, or with `shared` BadRequest, if the budget is too small for the model, Busy
+    if other models use the memory now, and StoreError if the table of sessions cannot be opened.
 
-    `label`: the model's. `info`: description of the model; its `context_length` is reduced to the
-    tokens that the budget has memory for. `pressure`: the monitor of the machine's memory; None
-    with `shared`, because one monitor then serves all models.
+    `info.context_length` is reduced to the tokens that the budget has memory for. `pressure` is
+    None with `shared`: one monitor serves all models.
     """
 
     def __init__(
@@ -300,7 +291,7 @@ class ModelRuntime:
     def _measured_passes(
         self, model: object, part: str, on_progress: Callable[[str, float | None], None]
     ) -> PassCosts:
-        """Return the costs of passes of `model` over the caches of this runtime."""
+        """Return the costs of passes of `model`, measured unless that was done before."""
         on_progress("measuring passes over several tokens", None)
         key, disk = None, self.kv.disk
         if disk is not None:
@@ -321,11 +312,11 @@ class ModelRuntime:
         return self.builders.of(task.job.owner).forms.of(prompt.chat.messages)
 
     def learn_forms(self, prompt: Prompt, owner: str | None) -> None:
-        """Make and keep the tool results of a conversation as a reply would repeat them, as tokens.
+        """Keep the tool results of a conversation as a reply would repeat them, as tokens, for
+        guesses.
 
-        A reply that repeats a file, for example, omits the line numbers of the result. Guesses are
-        made from these tokens. `prompt`: the prompt of the conversation. Blocks while new results
-        are tokenised; does nothing if no guesses are made. Any thread.
+        A reply that repeats a file, for example, omits the line numbers of the result. Blocks while
+        new results are tokenised. Any thread.
         """
         if isinstance(self.speculation, Conversations) and isinstance(prompt, ChatPrompt):
             self.builders.of(owner).forms.learn(prompt.chat.messages)
@@ -346,7 +337,6 @@ class ModelRuntime:
     def _open_book(
         self, thread: MlxThread, submit: Submit, database: Database | None
     ) -> ModelSessions:
-        """Open the sessions of this model, in the database of the disk tier if there is one."""
         loaded, layout, settings = self.loaded, self.layout, self.settings
         store = self.kv.disk.store if self.kv.disk is not None else None
         namespace = store.namespace if store is not None else f"ram:{self.label}"
@@ -385,7 +375,6 @@ class ModelRuntime:
         return agrees(self.loaded.model, self.layout, found, ids)
 
     def _sampling_defaults(self) -> Mapping[str, float]:
-        """Return the model's own sampling values, which clients leave unset, by name."""
         defaults = {} if self.settings.no_generation_config else self.loaded.info.sampling
         if defaults:
             log.info("model %s: sampling defaults: %s", self.label, describe(defaults))
@@ -394,8 +383,8 @@ class ModelRuntime:
     def _max_context(self) -> int:
         """Return the most tokens of a prompt and reply that both model and budget allow.
 
-        Raises ModelError, or BadRequest with a shared budget, if the budget has room for less than
-        `MIN_CONTEXT` tokens, or than the model's own context length if that is lower.
+        Refuses a budget with room for less than `MIN_CONTEXT` tokens, or than the model's own
+        context.
         """
         context = self.loaded.info.context_length
         longest = bisect_left(range(1, context + 1), True, key=lambda n: not self._fits(n))
@@ -414,17 +403,12 @@ class ModelRuntime:
         return longest
 
     def _fits(self, tokens: int) -> bool:
-        """Return whether the budget has memory for the KV and the passes of a prompt."""
         free, transient = self._plan.budget.own_free, self._plan.transient
         return has_room(tokens, self.layout, self.cost, free=free, transient=transient)
 
     @property
     def reserved(self) -> Mapping[str, int]:
-        """Bytes of the model's budget that are reserved now, whatever is cached, by kind.
-
-        The kinds are "pool" (MLX's pool), "transient" (temporary arrays of a pass), "pending"
-        (copies that wait to be written to disk) and "images"; kinds of 0 bytes are left out.
-        """
+        """Bytes of the model's budget that are reserved now, whatever is cached, by kind."""
         kinds = self.kv.budget.by_kind()
         return {kind: kinds[kind] for kind in RESERVED if kinds.get(kind)}
 
@@ -514,8 +498,7 @@ class ModelRuntime:
         """Add a request that is over to the metrics, before its client is told. MLX thread only.
 
         Its reply is remembered for later prompts, and added to its session if the request did not
-        fail. All of this is left out for a request that was never admitted (no memory was reserved
-        for it).
+        fail.
         """
         if task.admitted:
             figures = self._totals.add(task.record, self.scheduler.prefill.speed)
@@ -526,7 +509,6 @@ class ModelRuntime:
         self._publish()
 
     def _share_reply(self, task: Task, reply: GeneratedReply | None) -> None:
-        """Upload a reply, so that other servers can replay it too. Returns at once."""
         prompt = task.job.prompt
         if self.remote is None or reply is None or not isinstance(prompt, ChatPrompt):
             return
@@ -534,9 +516,9 @@ class ModelRuntime:
             self.remote.share_reply(task.job.owner, prompt.asked, reply.row)
 
     def note_begin(self, job: Job) -> None:
-        """Begin to look up in the remote, if there is one, the session to which a request belongs.
+        """Begin to look up in the remote the session of a request, which other servers may have.
 
-        Other servers may have recorded it. Returns at once. Any thread.
+        Returns at once. Any thread.
         """
         if self.remote is not None and job.api != WARMING:
             ids = job.prompt.ids
@@ -546,8 +528,7 @@ class ModelRuntime:
     def fetch_replies(self, chat: Chat, session: str | None, owner: str | None) -> None:
         """Fetch from the remote the replies in `chat` that other servers generated, for replay.
 
-        Blocks for a small part of the time that computing the conversation would take; returns at
-        once without a remote. `session`: label of the session. Any thread.
+        Blocks for a small part of the time that computing the conversation would take. Any thread.
         """
         if self.remote is None:
             return
@@ -577,8 +558,7 @@ class ModelRuntime:
         """Write committed KV to disk, for at most `FLUSH_S` seconds, and release everything.
 
         `died`: the MLX thread ended with an error, so that committed KV of running requests is
-        written too. An error in one step of the shutdown is logged, and the next step runs. MLX
-        thread only.
+        written too. An error in one step is logged, and the next step runs. MLX thread only.
         """
         steps: list[tuple[str, Callable[[], object]]] = [
             ("writing the table of sessions", self.book.close),

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 VERSION = 1
 
 MOST_SESSIONS, MOST_ENDS = 1024, 65_536
-"""Most sessions whose last line is remembered, and most blocks with remembered ends of paths."""
 
 MOST_WAITING = 1000
 """Requests that a recording may be behind before it ends."""
@@ -37,7 +36,6 @@ MOST_WAITING = 1000
 _NAME_BYTES = 9
 
 Part = tuple[str, int]
-"""Name of a part of a path, and its tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +59,6 @@ class TracedRequest:
 
     @classmethod
     def of(cls, task: Task) -> TracedRequest:
-        """Return the data of `task`, which has ended, for a recording."""
         record, hints = task.record, CacheHints.of(task.job)
         return cls(
             ids=task.tokens(),
@@ -77,8 +74,6 @@ class TracedRequest:
 
 
 class TraceWriter:
-    """Encoder of the lines of one recording, which began at `began`, in seconds since 1970."""
-
     def __init__(self, began: float):
         self._began = began
         self._key = secrets.token_bytes(32)
@@ -86,14 +81,10 @@ class TraceWriter:
         self._ends: LRU[bytes, dict[int, set[bytes]]] = LRU(MOST_ENDS)
 
     def header(self) -> dict[str, Any]:
-        """Return the first line of a trace file, without `prefill_growth`, as a JSON object.
-
-        Its keys are "trace", "version" and "block_tokens"; see docs/plan.md.
-        """
         return {"trace": "mlxcache", "version": VERSION, "block_tokens": BLOCK}
 
     def line(self, one: TracedRequest) -> dict[str, Any]:
-        """Return the line of a request, with the fields that docs/plan.md lists, as a JSON object.
+        """Return the line of a request, as docs/plan.md describes it.
 
         100,000 tokens take about 10 ms.
         """
@@ -165,10 +156,9 @@ class Recording:
         self._waiting: asyncio.Queue[TracedRequest] = asyncio.Queue(MOST_WAITING)
 
     def put(self, one: TracedRequest) -> None:
-        """Queue a request to be written.
+        """Queue a request.
 
-        If `MOST_WAITING` requests are queued already, this one is left out, and `lagging` is set to
-        True: the caller of `take` ends the recording after those that are queued.
+        If `MOST_WAITING` wait already, `lagging` ends the recording after those.
         """
         try:
             self._waiting.put_nowait(one)
@@ -176,9 +166,8 @@ class Recording:
             self.lagging = True
 
     async def take(self, seconds: float) -> dict[str, Any] | None:
-        """Take the next request from the queue, and return its line; see `TraceWriter.line`.
-
-        Returns None if there is no request within `seconds`.
+        """Take the next request from the queue, and return its line; None if none comes in
+        `seconds`.
         """
         try:
             one = await asyncio.wait_for(self._waiting.get(), seconds)
@@ -188,14 +177,11 @@ class Recording:
 
 
 class Recordings:
-    """All recordings in progress. Event loop only."""
-
     def __init__(self) -> None:
         self._open: list[Recording] = []
 
     @contextmanager
     def record(self, owner: str | None) -> Iterator[Recording]:
-        """Context manager: record the requests of `owner` that end while its body runs."""
         recording = Recording(owner)
         self._open.append(recording)
         try:
@@ -204,10 +190,7 @@ class Recordings:
             self._open.remove(recording)
 
     def note(self, task: Task) -> None:
-        """Add an ended task to the recordings of its owner.
-
-        Tasks that ended before memory was reserved for them (not admitted) are left out.
-        """
+        """Add an ended task to the recordings of its owner, if it was admitted."""
         readers = [
             recording
             for recording in self._open
