@@ -5,8 +5,8 @@ Source of the conventions: https://prometheus.io/docs/practices/naming/
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,6 +26,7 @@ from starlette.responses import Response
 
 from mlxcache import __version__
 from mlxcache.api.http import Deps
+from mlxcache.engine.figures import Disk, Figures
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -43,9 +44,9 @@ Kind = Literal["counter", "gauge"]
 class Family:
     """Description of a metric that is taken from the engine's figures.
 
-    `name` lacks the prefix `mlxcache_` and the `_total` of a counter. `path`: the keys, joined by
-    dots, that lead to a number in the figures, or to a mapping from the value of the label to one;
-    from tuples of values with several labels.
+    `name` lacks the prefix `mlxcache_` and the `_total` of a counter. `path`: the names, joined by
+    dots, that lead to a number in the figures, or to a structure or mapping with one for each value
+    of the label; from tuples of values with several labels.
     """
 
     kind: Kind
@@ -54,13 +55,13 @@ class Family:
     path: str
     labels: tuple[str, ...] = ()
 
-    def iterate_samples(
-        self, figures: Mapping[str, Any]
-    ) -> Iterator[tuple[tuple[str, ...], float]]:
+    def iterate_samples(self, now: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], float]]:
         """Yield (label values, number) for each value of this metric."""
-        value: Any = figures
-        for key in self.path.split("."):
-            value = value.get(key) if isinstance(value, Mapping) else None
+        value: Any = now
+        for name in self.path.split("."):
+            value = value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
+        if is_dataclass(value) and not isinstance(value, type):
+            value = asdict(value)
         if isinstance(value, Mapping):
             for label, number in value.items():
                 yield label if isinstance(label, tuple) else (str(label),), float(number)
@@ -144,7 +145,7 @@ disk_written_tokens_total  disk.written_tokens  Tokens written to disk.
 disk_evicted_files_total  disk.evicted_files  Files evicted from disk.
 disk_files  disk.files  Files in the disk tier.
 disk_quarantined_files  disk.quarantined  Damaged files in quarantine.
-disk_suspended  disk.suspended  1 while writing to disk or reading its index fails.
+disk_suspended  suspended  1 while writing to disk or reading its index fails.
 restores_total{outcome}  restores  Files verified before use.
 remote_available  remote.available  1 if the remote can be read, else 0.
 remote_writable  remote.writable  1 if the remote can be written to, else 0.
@@ -168,30 +169,39 @@ mlx_thread_silent_seconds  silent_s  Duration of the current step.
 )
 
 
-def arrange_figures(figures: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the engine's `figures`, with mappings added for the metrics of `FAMILIES`."""
-    tiers = {tier: figures.get(tier, {}) for tier in ("ram", "disk")}
-    disk, queue = tiers["disk"], figures.get("queue", {})
-    level, models = figures.get("pressure", {}).get("level"), figures.get("models", ())
+def arrange_figures(
+    figures: Figures | None, models: Sequence[Mapping[str, Any]] = ()
+) -> dict[str, Any]:
+    """Return the parts of `figures` by name, with mappings added for the metrics of `FAMILIES`."""
     made: dict[str, Any] = {
-        "admitted": {k: n for k, n in figures.get("requests", {}).items() if k != "total"},
-        "running": {phase: n for phase, n in queue.items() if phase in ("prefill", "decode")},
-        "levels": {one: one == level for one in LEVELS if level is not None},
-        "bytes": {(t, kind): n for t, x in tiers.items() for kind, n in x.get("kinds", {}).items()},
         "loaded": {one["label"]: one["state"] == "loaded" for one in models},
         "sizes": {one["label"]: one["size_bytes"] for one in models if "size_bytes" in one},
         "loaded_shares": {one["label"]: _loaded_share(one) for one in models},
         "loads": {one["label"]: one.get("loads", 0) for one in models},
         "unloads": {one["label"]: one.get("unloads", 0) for one in models},
-        "limits": {t: n for t, x in tiers.items() if (n := x.get("limit_bytes")) is not None},
     }
-    if "state" in disk:
-        made["disk"] = {**disk, "suspended": disk["state"] != "ok"}
-    if (remote := figures.get("remote")) is not None:
-        made["remote"] = _arrange_remote(remote)
-    if (ranks := figures.get("ranks")) is not None:
-        made["ranks"] = _arrange_ranks(ranks)
-    return {**figures, **made}
+    if figures is None:
+        return made
+    requests, queue, ram, disk = figures.requests, figures.queue, figures.ram, figures.disk
+    kinds = {("ram", kind): count for kind, count in ram.kinds.items()}
+    made |= {
+        "admitted": {"warm": requests.warm, "restored": requests.restored, "cold": requests.cold},
+        "running": {"prefill": queue.prefill, "decode": queue.decode},
+        "bytes": kinds,
+        "limits": {"ram": ram.limit_bytes, "disk": disk.limit_bytes},
+    }
+    if disk.limit_bytes is None:
+        del made["limits"]["disk"]
+    if isinstance(disk, Disk):
+        made["bytes"] |= {("disk", kind): count for kind, count in disk.kinds.items()}
+        made["suspended"] = disk.state != "ok"
+    if (pressure := figures.pressure) is not None:
+        made["levels"] = {level: level == pressure["level"] for level in LEVELS}
+    if figures.remote is not None:
+        made["remote"] = _arrange_remote(figures.remote)
+    if figures.ranks is not None:
+        made["ranks"] = _arrange_ranks(figures.ranks)
+    return {one.name: getattr(figures, one.name) for one in fields(figures)} | made
 
 
 def _arrange_ranks(ranks: Mapping[str, Any]) -> dict[str, Any]:
@@ -252,13 +262,11 @@ class EngineCollector(Collector):
         self._models, self._error_counts = models, error_counts
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
-        self._figures: dict[str, Any] = {}
+        self._figures: Figures | None = None
 
     async def refresh(self) -> None:
         """Read the figures that the next `collect` reports, in a thread: it waits for the disk."""
-        figures = await run_sync(self._models.figures)
-        loaded = [one for one in self._models.describe() if figures and "state" in one]
-        self._figures = {"models": loaded, **figures}
+        self._figures = await run_sync(self._models.measure)
 
     def describe(self) -> list[Metric]:
         """Return nothing, so that `prometheus_client` reads no metrics at registration."""
@@ -282,7 +290,8 @@ class EngineCollector(Collector):
             "ready": engine.state == "ready" and engine.failure is None,
             "silent_s": engine.silent_s,
         }
-        now = arrange_figures({**self._figures, **counts})
+        models = self._models.describe() if self._figures is not None else ()
+        now = arrange_figures(self._figures, [one for one in models if "state" in one]) | counts
         yield from (_figure(family, now) for family in (*_COUNTS, *FAMILIES))
         first, whole = tally.first_token, tally.whole
         yield _histogram("first_token_seconds", "Time from arrival to the first token.", first)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mlxcache.cache.restore import Restorer
 from mlxcache.cache.write_behind import WriteBehind
 from mlxcache.errors import StoreError
 from mlxcache.model.kv import Layout
+from mlxcache.store.found import StoreStats
 from mlxcache.store.store import Store
 from mlxcache.tree.prefix_tree import PrefixTree
 
@@ -31,7 +32,7 @@ class DiskTier:
 
     `pending_limit`: maximum bytes of copies that wait to be written. `wake()` is called from other
     threads when there is work for the MLX thread. `remote`: the storage that servers share, or
-    None; it is closed with the tier. MLX thread only, except `figures`.
+    None; it is closed with the tier. MLX thread only, except `stats`.
     """
 
     def __init__(
@@ -52,8 +53,8 @@ class DiskTier:
             layout, tree, store, pending_limit, wake, on_durable=on_durable, label=label
         )
         self.restorer = Restorer(store, layout, wake, remote, label=label)
-        self._figures: dict[str, Any] = {}
-        self._figures_at = 0.0
+        self._stats: StoreStats | None = None
+        self._stats_at = 0.0
         self._next_copy_at = 0.0
 
     def pump(self, *, decoding: bool) -> None:
@@ -67,38 +68,15 @@ class DiskTier:
         elif self.write_behind.pump():
             self._next_copy_at = began + (time.monotonic() - began) / COPY_SHARE
 
-    def figures(self) -> dict[str, Any]:
-        """Return the disk tier's part of `GET /v1/cache`: the fields of `disk`, and `restores`.
-
-        They are at most `FIGURES_S` seconds old.
-        """
-        if time.monotonic() - self._figures_at > FIGURES_S:
-            self._figures = self._measure()
-            self._figures_at = time.monotonic()
-        return self._figures
-
-    def _measure(self) -> dict[str, Any]:
-        try:
-            stats = self.store.stats()
-        except StoreError as error:  # the folder was removed or cannot be read
-            stats = self.store.nothing(str(error))
-        return {
-            "used_bytes": stats.used_bytes,
-            "limit_bytes": stats.limit_bytes,
-            "written_bytes": stats.written_bytes,
-            "written_tokens": stats.written_tokens,
-            "evicted_files": stats.evicted,
-            "quarantined": stats.quarantined,
-            "kinds": {
-                "runs": stats.run_bytes,
-                "checkpoints": stats.checkpoint_bytes,
-                "index": stats.index_bytes,
-            },
-            "files": stats.runs + stats.checkpoints,
-            "state": "ok" if self.write_behind.works and not stats.obstacle else "suspended",
-            "reason": stats.obstacle,
-            "restores": {"ok": stats.verified, "corrupt": stats.corrupt},
-        }
+    def stats(self) -> StoreStats:
+        """Return the figures of the store, at most `FIGURES_S` seconds old. Any thread."""
+        if self._stats is None or time.monotonic() - self._stats_at > FIGURES_S:
+            try:
+                self._stats = self.store.stats()
+            except StoreError as error:  # the folder was removed or cannot be read
+                self._stats = self.store.nothing(str(error))
+            self._stats_at = time.monotonic()
+        return self._stats
 
     def close(self, seconds: float) -> int:
         """Write pending data, then close the store. Blocks for about `seconds` at most.

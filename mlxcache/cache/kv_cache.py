@@ -20,7 +20,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import mlx.core as mx
 
@@ -613,30 +613,3 @@ class KVCache:
         self.clear()
         self.ram.shared.leave(self.ram)
         return left
-
-    # -- figures -----------------------------------------------------------------------------------
-
-    def figures(self) -> dict[str, Any]:
-        """Return the part of `GET /v1/cache` on RAM."""
-        tree, kinds = self.tree, self.budget.by_kind()
-        held = tree.kv_bytes + tree.checkpoint_bytes
-        live = sum(kinds.get(kind, 0) for kind in ("kv", "checkpoints", "states", "batch"))
-        return {
-            "ram": {
-                "used_bytes": held,
-                "limit_bytes": self.budget.limit,
-                "high_water_bytes": self.budget.high_water,
-                "withheld_bytes": self.ram.shared.withheld,
-                "buffers": self.ram.count_buffers(),
-                "buffer_limit": self.ram.buffers.limit,
-                "kinds": kinds,
-            },
-            "active_bytes": max(0, live - held),
-            "reserved_bytes": kinds.get("transient", 0) + kinds.get("pool", 0),
-            "pending_bytes": self.disk.write_behind.pending_bytes if self.disk else 0,
-            "bytes_per_token": self.layout.bytes_per_token,
-            "tree_tokens": tree.tokens,
-            "segments": tree.segments,
-            "checkpoints": tree.checkpoints,
-            "evictions": {"spilled": self.ram.spilled, "dropped": self.ram.dropped},
-        }

@@ -15,9 +15,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from mlxcache.config import Settings
+from mlxcache.engine.figures import Figures, with_disk
 from mlxcache.engine.first_load import FirstLoad
 from mlxcache.engine.keep_awake import KeepAwake, Timer
-from mlxcache.engine.metrics import Records, Tally, with_disk
+from mlxcache.engine.metrics import Records, Tally
 from mlxcache.engine.requests import LiveRequest, RequestTable, Stream, prefill_left_s
 from mlxcache.engine.runtime import RECORDED, ModelRuntime
 from mlxcache.engine.trace import Recordings
@@ -503,24 +504,30 @@ class Engine:
     async def _own_model(self, namespace: str, name: str) -> tuple[str, Served]:
         return self.label, self.book.model  # which refuses a snapshot of another one
 
-    def figures(self) -> dict[str, Any]:
-        """Return the response body of `GET /v1/cache`; empty until the model is loaded."""
+    def measure(self) -> Figures | None:
+        """Return the figures of this model; None until it is loaded. Waits for the disk."""
         runtime = self._runtime
         if runtime is None:
-            return {}
-        figures, disk = runtime.figures.latest, runtime.kv.disk
+            return None
+        figures, disk, remote = runtime.figures.latest, runtime.kv.disk, None
         if disk is not None:
-            figures = with_disk(figures, disk.figures())
-        if self._remote is not None and figures:
+            figures = with_disk(figures, disk)
+        if self._remote is not None:
             exchange = runtime.remote.figures() if runtime.remote is not None else {}
-            figures = {**figures, "remote": {**self._remote.figures(), "exchange": exchange}}
-        if (ranks := self.ranks) is not None:
-            figures = {**figures, "ranks": ranks}
-        return figures | {
-            "sessions": runtime.book.count,
-            **({"pressure": runtime.pressure.figures()} if runtime.pressure else {}),
-            "queue": self._requests.figures(),
-        }
+            remote = {**self._remote.figures(), "exchange": exchange}
+        return replace(
+            figures,
+            remote=remote,
+            ranks=self.ranks,
+            sessions=runtime.book.count,
+            pressure=runtime.pressure.figures() if runtime.pressure else None,
+            queue=self._requests.figures(),
+        )
+
+    def figures(self) -> dict[str, Any]:
+        """Return the response body of `GET /v1/cache`; empty until the model is loaded."""
+        figures = self.measure()
+        return figures.as_object() if figures is not None else {}
 
     def requests(self) -> list[RequestRecord]:
         """Return the records of recent requests of the current API key, newest first."""

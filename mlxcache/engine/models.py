@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from mlxcache.cache.pressure import Pressure
@@ -15,7 +15,8 @@ from mlxcache.cache.shared_ram import SharedRam
 from mlxcache.config import Settings
 from mlxcache.config.models import ModelEntry, find_model, match_model
 from mlxcache.engine.engine import Engine, stopping
-from mlxcache.engine.metrics import Records, add_up
+from mlxcache.engine.figures import Figures, Memory, add_up
+from mlxcache.engine.metrics import Records
 from mlxcache.engine.opening import describe_unloaded, watch_pressure, weigh_files
 from mlxcache.engine.requests import MAX_RETRY_S, MIN_RETRY_S, refuse_crowd
 from mlxcache.errors import BadRequest, DeadlineExceeded, MlxcacheError, ModelError, NotFound
@@ -263,32 +264,35 @@ class Models:
                 records = engine.requests()  # the same records, with the sessions of its own
         return records
 
+    def measure(self) -> Figures | None:
+        """Return the figures of all models together; None until the default model is loaded.
+
+        Waits for the disk: call in a worker thread.
+        """
+        figures, shared = self.default.measure(), self._memory
+        if figures is None or shared is None:
+            return figures
+        budget = shared.budget
+        others = [one for engine in self.engines[1:] if (one := engine.measure())]
+        memory = Memory(budget.used, budget.limit, budget.high_water, budget.by_kind())
+        total = add_up([figures, *others], memory, shared.by_kind())
+        waiting = total.queue.waiting + self._arrivals.total
+        return replace(
+            total,
+            queue=replace(total.queue, waiting=waiting),
+            models=self.describe(),
+            memory=memory,
+            pressure=self._pressure.figures() if self._pressure is not None else total.pressure,
+        )
+
     def figures(self) -> dict[str, Any]:
         """Return the response body of `GET /v1/cache`: figures of all models together.
 
-        With several models it has `models`, as `describe`, and `memory`, the budget of all models
-        in bytes, whose `kinds` are charged to that budget itself: weights and MLX's pool, but no
-        KV. Empty until the default model is loaded. Waits for the disk: call in a worker thread.
+        `models` and `memory` are not there if the server has one model only. Empty until the
+        default model is loaded. Waits for the disk: call in a worker thread.
         """
-        figures, memory = self.default.figures(), self._memory
-        if not figures or memory is None:
-            return figures
-        budget = memory.budget
-        others = [one for engine in self.engines[1:] if (one := engine.figures())]
-        more: dict[str, Any] = {
-            "models": self.describe(),
-            "memory": {
-                "used_bytes": budget.used,
-                "limit_bytes": budget.limit,
-                "high_water_bytes": budget.high_water,
-                "kinds": budget.by_kind(),
-            },
-        }
-        if self._pressure is not None:
-            more["pressure"] = self._pressure.figures()
-        figures = add_up([figures, *others], more["memory"], memory.by_kind()) | more
-        figures["queue"]["waiting"] += self._arrivals.total
-        return figures
+        figures = self.measure()
+        return figures.as_object() if figures is not None else {}
 
     def describe(self) -> list[dict[str, Any]]:
         """Return the state of each model, as `GET /v1/models` shows it.

@@ -10,6 +10,7 @@ from dataclasses import fields
 
 import numpy as np
 
+from mlxcache.engine.figures import Queue
 from mlxcache.errors import DeadlineExceeded, MlxcacheError, QueueFull, TooMany
 from mlxcache.model.guidance.guide import Guide
 from mlxcache.prompt.canonical.uuids import ReplyRestorer
@@ -491,15 +492,10 @@ class RequestTable:
         """Return the requests in progress, oldest first. Any thread."""
         return list(self._live.values())
 
-    def figures(self) -> dict[str, int]:
-        """Return the object `queue` of `GET /v1/cache`. Any thread."""
+    def figures(self) -> Queue:
+        """Any thread."""
         statuses = Counter(one.record.status for one in self.all())
-        return {
-            "waiting": statuses["queued"],
-            "limit": self._places,
-            "prefill": statuses["prefill"],
-            "decode": statuses["decode"],
-        }
+        return Queue(statuses["queued"], self._places, statuses["prefill"], statuses["decode"])
 
     def fail_all(self, error: MlxcacheError) -> list[RequestRecord]:
         """End every request with `error` after the MLX thread has ended; return their records."""

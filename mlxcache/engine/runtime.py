@@ -19,7 +19,7 @@ from mlxcache.cache.kv_cache import KVCache
 from mlxcache.cache.pressure import Pressure
 from mlxcache.config import Settings
 from mlxcache.config.memory import read_pressure
-from mlxcache.engine.metrics import Figures, Totals
+from mlxcache.engine.figures import FiguresOfModel, Totals
 from mlxcache.engine.opening import open_images, open_store, open_tier, watch_pressure
 from mlxcache.errors import BadRequest, Busy, ContextLengthExceeded
 from mlxcache.explain.prefix_loss import PrefixLossReporter
@@ -179,7 +179,7 @@ class ModelRuntime:
             )
             self.guides = Guides(loaded.tokenizer, self.layout.vocab_size, self.label)
             self._totals = Totals()
-            self.figures = Figures(
+            self.figures = FiguresOfModel(
                 self.kv,
                 self._totals,
                 self.scheduler.idle_prefill,

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Literal
 
+from mlxcache.engine.figures import Figures
 from mlxcache.engine.metrics import Tally
 from mlxcache.errors import MlxcacheError, NotFound
 from mlxcache.types import (
@@ -244,6 +245,10 @@ class FakeEngine:
     def figures(self) -> dict[str, Any]:
         """Return fixed figures."""
         return {"ram": {"used_bytes": 1, "limit_bytes": 2}, "sessions": len(self.jobs)}
+
+    def measure(self) -> Figures | None:
+        """Return figures that are all 0, once a model is loaded."""
+        return Figures(ranks=self.ranks) if self.info is not None else None
 
     def requests(self) -> list[RequestRecord]:
         """Return the records, newest first."""

@@ -18,7 +18,6 @@ async def test_what_is_not_known_yet_has_a_name_and_no_value(
 ) -> None:
     """A scrape shows that the model loads."""
     engine.state, engine.info = "loading", None
-    engine.figures = lambda: {}  # type: ignore[method-assign]
     text = (await client.get("/metrics")).text
     found = {one.name: one.samples for one in parser.text_string_to_metric_families(text)}
     assert [x.value for x in found["mlxcache_ready"]] == [0.0]
@@ -92,8 +91,6 @@ async def test_other_ranks_are_seen_in_health_and_metrics(
         }
     ]
     engine.ranks = {"mode": "tensor", "size": 2, "others": others}
-    figures = engine.figures() | {"ranks": engine.ranks}
-    engine.figures = lambda: figures  # type: ignore[method-assign]
     assert (await client.get("/health")).json()["ranks"] == others
     text = (await client.get("/metrics")).text
     assert "mlxcache_ranks 2.0" in text

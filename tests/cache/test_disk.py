@@ -18,6 +18,7 @@ from mlxcache import disk_calls
 from mlxcache.cache.disk import DiskTier
 from mlxcache.cache.path_write import PathWrite
 from mlxcache.cache.restore import DiskLookup
+from mlxcache.engine.figures import Disk, Figures, with_disk
 from mlxcache.errors import DiskFull, PrefixNotStored, StoreError
 from mlxcache.model import serialise
 from mlxcache.model.kv import arrays_of
@@ -398,8 +399,9 @@ def test_figures_that_cannot_be_read_say_why(
 
     disk = start(llama)
     monkeypatch.setattr(disk.store, "stats", unreadable)
-    found = disk.figures()
-    assert (found["state"], found["reason"]) == ("suspended", "the index cannot be read")
+    found = with_disk(Figures(), disk).disk
+    assert isinstance(found, Disk)
+    assert (found.state, found.reason) == ("suspended", "the index cannot be read")
 
 
 def test_a_lookup_that_fails_says_what_it_was_for(

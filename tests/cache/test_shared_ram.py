@@ -52,7 +52,7 @@ def test_withheld_bytes_come_from_all_members_and_from_no_weights(models: Models
     assert models.weights
     assert models.shared.free == 0
     one = models.benches[0].kv
-    assert one.figures()["ram"]["withheld_bytes"] == size_of(models, 1700)
+    assert one.ram.shared.withheld == size_of(models, 1700)
     one.end_pressure()
     assert models.shared.free == size_of(models, 1700)
     models.check()

@@ -1,51 +1,36 @@
-"""The figures of several models as one body of `GET /v1/cache`."""
+"""The figures of several models as those of one server."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 import pytest
 
-from mlxcache.engine.metrics import COUNTED, GUESSES, SIZES, SOURCES, add_up
+from mlxcache.engine.figures import Disk, Figures, Memory, NoDisk, Ram, TokenCounts, add_up
 
-OPEN = {
-    "used_bytes": 70,
-    "limit_bytes": 100,
-    "written_bytes": 40,
-    "written_tokens": 4,
-    "evicted_files": 1,
-    "state": "ok",
-    "reason": None,
-}
-NONE = {"used_bytes": 0, "limit_bytes": 0, "reason": "its folder cannot be opened"}
+OPEN = Disk(70, 100, 40, 4, 1, 0, {}, 3, "ok", None)
+NONE = NoDisk(reason="its folder cannot be opened")
+MEMORY = Memory(1, 9, 8, {})
 
 
-def figures(disk: dict[str, Any]) -> dict[str, Any]:
-    return {
-        **dict.fromkeys(SIZES, 1),
-        **{name: {"some": 1} for name in COUNTED},
-        "tokens": {"cached": 10},
-        "ram": {"used_bytes": 5, "buffers": 1},
-        "sessions": 3,
-        "guesses": {name: dict.fromkeys(SOURCES, 0) for name in GUESSES},
-        "queue": {"waiting": 0},
-        "disk": disk,
-    }
+def figures(disk: Disk | NoDisk) -> Figures:
+    ram, tokens = Ram(used_bytes=5, limit_bytes=6), TokenCounts(cached=10)
+    return Figures(ram=ram, sessions=3, segments=2, tokens=tokens, disk=disk)
 
 
 @pytest.mark.parametrize("disks", [(OPEN, NONE), (NONE, OPEN)])
-def test_a_model_without_a_disk_tier_hides_that_of_no_other(disks: tuple[dict[str, Any], ...]):
+def test_a_model_without_a_disk_tier_hides_that_of_no_other(disks: tuple[Disk | NoDisk, ...]):
     """The folder of one model could not be opened."""
-    found = add_up([figures(one) for one in disks], {"limit_bytes": 9, "high_water_bytes": 8}, {})
-    assert (found["disk"]["used_bytes"], found["disk"]["written_bytes"]) == (70, 40)
-    assert (found["disk"]["state"], found["disk"]["written_per_cached_token"]) == ("ok", 2.0)
+    found = add_up([figures(one) for one in disks], MEMORY, {})
+    assert found.disk == replace(OPEN, written_per_cached_token=2.0)
 
 
-def test_what_each_model_wrote_is_added():
-    stopped = OPEN | {"state": "suspended", "reason": "the disk is full"}
-    memory = {"limit_bytes": 9, "high_water_bytes": 8}
-    found = add_up([figures(OPEN), figures(stopped)], memory, {"withheld": 2})
-    assert (found["disk"]["used_bytes"], found["disk"]["written_bytes"]) == (70, 80)
-    assert (found["disk"]["state"], found["disk"]["reason"]) == ("suspended", "the disk is full")
-    assert (found["ram"]["used_bytes"], found["ram"]["withheld_bytes"]) == (10, 2)
-    assert add_up([figures(NONE)] * 2, memory, {})["disk"] == NONE
+def test_what_each_model_has_is_added_and_what_they_share_is_not():
+    stopped = replace(OPEN, state="suspended", reason="the disk is full")
+    found = add_up([figures(OPEN), figures(stopped)], MEMORY, {"withheld": 2})
+    assert found.disk == replace(
+        stopped, written_bytes=80, written_tokens=8, evicted_files=2, written_per_cached_token=4.0
+    )
+    assert found.ram == Ram(10, 9, 8, 2, kinds={"withheld": 2})
+    assert (found.segments, found.sessions, found.tokens.cached) == (4, 3, 20)
+    assert add_up([figures(NONE)] * 2, MEMORY, {}).disk == NONE

@@ -8,7 +8,7 @@ import pytest
 
 from mlxcache.config import Settings
 from mlxcache.engine.engine import Engine
-from mlxcache.engine.metrics import GUESSES
+from mlxcache.engine.figures import GUESSES
 from mlxcache.engine.runtime import ModelRuntime
 from mlxcache.guess.rule import LENGTHS, PassCosts
 from mlxcache.model import kv

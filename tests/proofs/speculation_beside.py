@@ -82,12 +82,13 @@ def continuation(core: ModelRuntime, ids: Tokens) -> Sequence[int]:
 
 async def held(inside: Inside, folder: Path) -> dict[str, float]:
     """What an engine holds in RAM, and in its files in `folder`."""
-    figures = await inside.engine.call(lambda core: core.kv.figures())
+    figures = await asyncio.to_thread(inside.engine.measure)
+    assert figures is not None
     sizes = await asyncio.to_thread(file_sizes, folder)
     return {
-        "tokens in RAM": figures["tree_tokens"],
-        "segments in RAM": figures["segments"],
-        "bytes in RAM": figures["ram"]["used_bytes"],
+        "tokens in RAM": figures.tree_tokens,
+        "segments in RAM": figures.segments,
+        "bytes in RAM": figures.ram.used_bytes,
         "bytes of KV on disk": float(sum(sizes)),
         "files on disk": float(len(sizes)),
     }

@@ -14,6 +14,7 @@ from mlxcache.cli.cache import app
 from mlxcache.cli.doctor.network import examine_remote
 from mlxcache.config import Settings
 from mlxcache.config.remote import read_remote_url
+from mlxcache.engine.figures import Figures
 from mlxcache.remote.objects import open_configured, open_remote
 
 EXCHANGE = {"waiting": 2, "fetched_tokens": 64}
@@ -27,7 +28,7 @@ def share(tmp_path):
 
 
 def metrics(figures) -> dict[str, dict[tuple[str, ...], float]]:
-    now = arrange_figures({"remote": figures | {"exchange": EXCHANGE}})
+    now = arrange_figures(Figures(remote=figures | {"exchange": EXCHANGE}))
     return {
         one.name: dict(one.iterate_samples(now))
         for one in FAMILIES
