@@ -27,8 +27,17 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+class Sums:
+    """Numbers that grow."""
+
+    __slots__ = ()
+
+    def add(self, name: str, value: float) -> None:
+        setattr(self, name, round(getattr(self, name) + value, 6))
+
+
 @dataclass(slots=True)
-class Requests:
+class Requests(Sums):
     """Numbers of computed requests: all, and by the source of most of their prompt."""
 
     total: int = 0
@@ -38,7 +47,7 @@ class Requests:
 
 
 @dataclass(slots=True)
-class TokenCounts:
+class TokenCounts(Sums):
     prompt: int = 0
     cached: int = 0
     restored: int = 0
@@ -49,7 +58,7 @@ class TokenCounts:
 
 
 @dataclass(slots=True)
-class BySource:
+class BySource(Sums):
     """A sum by the source of drafted tokens: a draft model, or the conversation."""
 
     draft: float = 0
@@ -76,7 +85,7 @@ GUESSES = {
 
 
 @dataclass(slots=True)
-class Saved:
+class Saved(Sums):
     """Cached tokens, and the seconds that computing them would have taken at the measured speed."""
 
     tokens: int = 0
@@ -102,23 +111,20 @@ class Totals:
         `speed`: measured cost of prefill, from which the saved seconds are computed.
         """
         figures = figures_of(record, speed)
-        self.requests.total += 1
-        _add(self.requests, reuse_of(record), 1)
+        self.requests.add("total", 1)
+        self.requests.add(reuse_of(record), 1)
         for one in fields(TokenCounts):
-            _add(self.tokens, one.name, getattr(record, f"{one.name}_tokens"))
+            self.tokens.add(one.name, getattr(record, f"{one.name}_tokens"))
         if record.guess_source is not None:
             for name, counted in GUESSES.items():
-                _add(getattr(self.guesses, name), record.guess_source, getattr(record, counted))
+                sums: BySource = getattr(self.guesses, name)
+                sums.add(record.guess_source, getattr(record, counted))
         if record.api != WARMING:
-            self.saved.tokens += figures.saved_tokens
-            self.saved.seconds += figures.saved_s
+            self.saved.add("tokens", figures.saved_tokens)
+            self.saved.add("seconds", figures.saved_s)
         for rule in record.canonicalised:
             self.canonicalised[rule] += 1
         return figures
-
-
-def _add(sums: object, name: str, value: float) -> None:
-    setattr(sums, name, round(getattr(sums, name) + value, 6))
 
 
 @dataclass(frozen=True, slots=True)
