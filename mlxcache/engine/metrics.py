@@ -86,8 +86,8 @@ class Tally:
     the computation of another; only these two fields count them. `first_token` and `whole`: times
     from a client's request to its first token and to its end, by whether it was cold, warm or
     restored. `stages`: total seconds by stage; see `STAGES`. `losses` counts prefix losses by
-    reason and cause, `lost_tokens` their tokens by reason. `repetitions`: replies ended because they
-    repeated themselves.
+    reason and cause, `lost_tokens` their tokens by reason. `repetitions`: replies ended because
+    they repeated themselves.
     """
 
     outcomes: Counter[tuple[str, str]] = field(default_factory=Counter)
