@@ -31,7 +31,7 @@ LIMITS = {
 """Maximum number of outside assignments, besides the exceptions below."""
 
 FOREIGN = {
-    "cli.lazy": {"parameter.metavar": "typer's option for --help has no argument for it"},
+    "cli.main": {"parameter.metavar": "typer's option for --help has no argument for it"},
     "cli.server": {
         "self.config.timeout_graceful_shutdown": "uvicorn's, set when a second signal comes"
     },

@@ -21,8 +21,7 @@ import msgspec
 from msgspec import inspect as types
 
 from mlxcache.api.app import create_app
-from mlxcache.cli.lazy import load_all
-from mlxcache.cli.main import COMMANDS, app
+from mlxcache.cli.main import load_all
 from mlxcache.config.settings import CONFIG, SETTINGS
 from mlxcache.wire import anthropic_types
 from mlxcache.wire.openai_types import UnsupportedFields
@@ -45,7 +44,7 @@ def command_line() -> str:
         "status: 0 done, 1 failed, 2 wrong usage.",
         "",
     ]
-    for path, command in _commands("mlxcache", load_all(app, COMMANDS)):
+    for path, command in _commands("mlxcache", load_all()):
         lines += _command(path, command)
     return "\n".join(lines).rstrip() + "\n"
 

@@ -16,8 +16,7 @@ from rich.text import Text
 
 from mlxcache.cli import show
 from mlxcache.cli.options import TARGET, Where, find_server, located, positive_size, read_input
-from mlxcache.cli.output import Yes, confirm, console, reporting, require_terminal_or_yes
-from mlxcache.cli.progress import count_bar
+from mlxcache.cli.output import Yes, confirm, console, count_bar, reporting, require_terminal_or_yes
 from mlxcache.cli.show import Result, format_count, format_duration
 from mlxcache.config import Settings, format_size, load_settings
 from mlxcache.config.remote import read_remote_key
@@ -162,7 +161,6 @@ def clear(
 
 
 def show_remote(settings: Settings) -> Result:
-    """Count the objects of the remote of `settings`, by kind and by age. Blocks."""
     from mlxcache.remote.maintenance import measure  # noqa: PLC0415 - only with --remote
     from mlxcache.remote.objects import form_of  # noqa: PLC0415
 
@@ -203,7 +201,6 @@ def show_remote(settings: Settings) -> Result:
 
 
 def prune_remote(settings: Settings, older_than: str | None) -> Result:
-    """Remove the objects of the remote written more than `older_than` (`30d`) ago. Blocks."""
     from mlxcache.remote.maintenance import prune  # noqa: PLC0415 - only with --remote
 
     assert settings.remote is not None
@@ -221,7 +218,6 @@ def prune_remote(settings: Settings, older_than: str | None) -> Result:
 
 
 # -- figures -----------------------------------------------------------------------------------
-
 
 _RULES = "Requests canonicalised, by rule"
 
@@ -334,7 +330,6 @@ class Line(NamedTuple):
 
 
 def print_figures(figures: Mapping[str, Any]) -> None:
-    """Print the body of `GET /v1/cache` as figures under headings."""
     groups = list(_group_lines(figures))
     lines = [line for _, found in groups for line in found]
     label = max((len(line.label) for line in lines), default=0)
@@ -362,7 +357,6 @@ def _group_lines(figures: Mapping[str, Any]) -> Iterator[tuple[str, list[Line]]]
 
 
 def _flatten(figures: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted path, such as `ram.used_bytes`, and the value of each figure."""
     for key, value in figures.items():
         if isinstance(value, Mapping):
             yield from _flatten(value, f"{above}{key}.")

@@ -6,10 +6,12 @@ import ipaddress
 import json
 import re
 import shlex
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mlxcache.config import Settings
 from mlxcache.errors import MlxcacheError
 from mlxcache.utf8 import NotUtf8, read_utf8
 
@@ -30,7 +32,6 @@ Variables = Mapping[str, str | None]
 
 
 def base_url(host: str, port: int) -> str:
-    """Return the URL for clients on this machine of a server that listens at `host`."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
@@ -60,8 +61,8 @@ def claude_code_variables(url: str, model: str, context: int) -> Variables:
 def anyclaude_variables(url: str, context: int, model: str = ANY_MODEL) -> Variables:
     """Return the variables that point any version of anyclaude at `model` of the server at `url`.
 
-    Older versions read MLX_LM_*, newer ones LOCAL_*. anyclaude starts Claude Code; it sets
-    ANTHROPIC_* itself and passes Claude Code's other variables on.
+    Older versions read MLX_LM_*, newer ones LOCAL_*. anyclaude sets Claude Code's ANTHROPIC_*
+    itself and passes its other variables on.
     """
     for_claude = claude_code_variables(url, model, context)
     return {
@@ -78,12 +79,10 @@ def anyclaude_variables(url: str, context: int, model: str = ANY_MODEL) -> Varia
 
 
 def claude_code_line(url: str, model: str, context: int, *, has_key: bool) -> str:
-    """Return the shell line that starts Claude Code on `model` of the server at `url`."""
     return _line("claude", claude_code_variables(url, model, context), has_key=has_key)
 
 
 def anyclaude_line(url: str, context: int, *, has_key: bool) -> str:
-    """Return the shell line that starts anyclaude on the default model of the server at `url`."""
     return _line("anyclaude", anyclaude_variables(url, context), has_key=has_key)
 
 
@@ -103,6 +102,51 @@ def _line(command: str, variables: Variables, *, has_key: bool) -> str:
     return " ".join([*words, command])
 
 
+# -- this program's own commands ---------------------------------------------------------------
+
+CLONE = Path(__file__).parents[2]
+"""Folder that contains this package: that of a clone, or site-packages."""
+
+
+def own_command(
+    prefix: str = sys.prefix,
+    executable: str = sys.executable,
+    called: str | None = None,
+    clone: Path = CLONE,
+) -> str:
+    """Return the path of the running `mlxcache` command, quoted for a POSIX shell.
+
+    In the virtual environment of the git clone `clone` it is the clone's bin/mlxcache, which also
+    sets up OpenBLAS. Otherwise it is `called`, the path by which this program was started, if its
+    name is mlxcache, else the `mlxcache` beside `executable`. If none of these files exists,
+    `executable` with `-m mlxcache.cli.main` is returned.
+    """
+    path = Path(sys.argv[0] if called is None else called)
+    candidates = [path] if path.name == "mlxcache" else []
+    candidates.append(Path(executable).with_name("mlxcache"))
+    if Path(prefix).resolve() == (clone / ".venv").resolve():
+        candidates.insert(0, clone / "bin" / "mlxcache")
+    for one in candidates:
+        if one.is_file():
+            return shlex.quote(str(one.absolute()))
+    return shlex.join([executable, "-m", "mlxcache.cli.main"])
+
+
+def launch_command(url: str, folder: Path) -> str:
+    """Return the shell line of `mlxcache launch` for the server at `url` with cache `folder`.
+
+    `--url` is added unless `launch` would find the server without it.
+    """
+    default = Settings()
+    found = url == base_url(default.host, default.port) and folder == default.cache_dir
+    return f"{own_command()} launch" + ("" if found else f" --url {shlex.quote(url)}")
+
+
+def own_sources(folder: Path, clone: Path = CLONE) -> bool:
+    """Return whether `folder` is inside the git clone of mlxcache from which this program runs."""
+    return (clone / "pyproject.toml").is_file() and folder.resolve().is_relative_to(clone)
+
+
 # -- settings files of agents ------------------------------------------------------------------
 
 _COMMENT = re.compile(r'("(?:\\.|[^"\\])*")|//[^\n]*|/\*.*?\*/', re.DOTALL)
@@ -112,8 +156,7 @@ _LAST_COMMA = re.compile(r'("(?:\\.|[^"\\])*")|,(?=\s*[}\]])')
 def read_object(path: Path) -> dict[str, Any]:
     """Read a JSON object from a file that may contain comments and trailing commas.
 
-    Returns {} if the file does not exist. Raises ValueError if it cannot be read or holds no JSON
-    object.
+    Returns {} if the file does not exist, and raises ValueError for another reason.
     """
     try:
         text = read_utf8(path)
@@ -135,7 +178,6 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def current_folder() -> Path:
-    """Return the folder in which this command runs. Raises MlxcacheError if it was removed."""
     try:
         return Path.cwd()
     except OSError as error:
@@ -144,7 +186,6 @@ def current_folder() -> Path:
 
 
 def claude_folder(environ: Mapping[str, str], home: Path) -> Path:
-    """Return the path of Claude Code's configuration folder."""
     return Path(environ.get("CLAUDE_CONFIG_DIR") or home / ".claude")
 
 

@@ -20,8 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mlxcache.cli.options import ApiKey, Json, Url, find_server, read_input
-from mlxcache.cli.output import narrow_console, reporting
-from mlxcache.cli.progress import count_bar
+from mlxcache.cli.output import count_bar, narrow_console, reporting
 from mlxcache.cli.show import Result, format_count
 from mlxcache.common_prefix import common_characters
 from mlxcache.config import Settings, load_settings
@@ -107,10 +106,7 @@ def explain(
 
 
 def explain_pair(one: dict[str, Any], other: dict[str, Any], settings: Settings) -> dict[str, Any]:
-    """Compare a chat request with a later one; return the object of `explain --json`.
-
-    Raises MlxcacheError if a body cannot be rendered.
-    """
+    """Compare a chat request with a later one; return the object of `explain --json`."""
     from mlxcache.explain.compare import compare_prompts  # noqa: PLC0415
     from mlxcache.wire.chat_bodies import (  # noqa: PLC0415
         count_images,
@@ -153,10 +149,7 @@ def _members(found: object, *names: str) -> dict[str, Any]:
 
 
 def audit_one(one: dict[str, Any], settings: Settings) -> dict[str, Any]:
-    """List the parts of a chat request that are likely to change, as `explain --json` does.
-
-    Raises MlxcacheError if the body cannot be rendered.
-    """
+    """List the parts of a chat request that are likely to change, as `explain --json` does."""
     from mlxcache.explain.audit import audit  # noqa: PLC0415
     from mlxcache.wire.chat_bodies import count_images  # noqa: PLC0415
 
@@ -195,7 +188,6 @@ def _model_object(settings: Settings) -> dict[str, Any]:
 
 
 def make_builder(settings: Settings) -> PromptBuilder:
-    """Return a prompt builder for the model of `settings`. Blocks while the tokenizer is loaded."""
     from mlxcache.model.load import tokenizer_of  # noqa: PLC0415 - transformers, seconds
     from mlxcache.prompt.builder import PromptBuilder  # noqa: PLC0415
 
@@ -210,10 +202,10 @@ def _prompt(builder: PromptBuilder, request: dict[str, Any]) -> ChatPrompt:
 
 
 def read_request(file: Path, server: Callable[[], Remote]) -> dict[str, Any]:
-    """Read a chat request from `file`, or from standard input if `file` is `-`.
+    """Read a chat request from `file`, or raise MlxcacheError, which says what it has instead.
 
     `server` is called only for a request that continues a stored response: the conversation before
-    it is then read from there. Raises MlxcacheError, which says what the file has instead.
+    it is then read from there.
     """
     # Here and not above: importing msgspec takes a while, and --help needs none of it.
     from mlxcache.wire.chat_bodies import (  # noqa: PLC0415
@@ -262,7 +254,6 @@ def _with_history(
 
 
 def _describe_wrong(raw: bytes) -> str | None:
-    """Return why the content of a file is not a chat request, or None if that is not known."""
     if not raw.strip():
         return "it is empty"
     try:
@@ -274,11 +265,19 @@ def _describe_wrong(raw: bytes) -> str | None:
     except RecursionError:
         return None
     except ValueError as error:
-        lines = _count_values(text)
-        if lines > 1:
-            return f"it has {lines:,} JSON values, one per line; put one of them into a file"
+        lines = [line for line in text.splitlines() if line.strip()]
+        if len(lines) > 1 and all(map(_is_json, lines)):
+            return f"it has {len(lines):,} JSON values, one per line; put one of them into a file"
         return f"it is not JSON ({error}) and begins with {_shortened(text.strip())!r}"
     return _describe_object(value) if isinstance(value, dict) else f"it is {_describe_kind(value)}"
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _describe_object(value: dict[str, Any]) -> str | None:
@@ -306,17 +305,6 @@ def _describe_kind(value: object) -> str:
     if isinstance(value, list):
         return f"a JSON list of length {len(value):,}"
     return "a JSON object" if isinstance(value, dict) else f"the JSON value {json.dumps(value)}"
-
-
-def _count_values(text: str) -> int:
-    """Return the number of JSON values in `text`, one per line; 0 if any line is not JSON."""
-    lines = [line for line in text.splitlines() if line.strip()]
-    try:
-        for line in lines:
-            json.loads(line)
-    except (ValueError, RecursionError):
-        return 0
-    return len(lines)
 
 
 def _shortened(text: str) -> str:
@@ -414,7 +402,6 @@ def _row(out: Console, name: str, text: Text) -> None:
 
 
 def _marked(text: str, start: int, end: int, style: str) -> Text:
-    """Return the beginning of `text`, with its middle, between `start` and `end`, in `style`."""
     shown = Text(text)
     shown.stylize(style, start, len(text) - end)
     return shown[: _EXCERPT * 2]
@@ -427,7 +414,6 @@ def _escaped(text: str) -> str:
 
 
 def _print_notes(out: Console, found: Mapping[str, Any], images: int) -> None:
-    """Say how exact the counts of tokens are, by the model and the number of `images`."""
     notes = []
     if found["estimated"]:
         notes.append(

@@ -61,17 +61,15 @@ _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 def is_taken(host: str, port: int, probe: Probe = accepts) -> bool:
-    """Return whether a program is listening on `port` at any address of `host`."""
     return any(probe(family, address) for family, _, address in _addresses(host, port))
 
 
 def listen(host: str, port: int, probe: Probe = accepts) -> list[socket.socket]:
-    """Open a socket on every address of `host` that this machine has.
+    """Open a socket on every address of `host` that this machine has, or raise CannotListen.
 
     With port 0, the system picks one port for all of them. `probe` is called before binding,
     because with SO_REUSEADDR macOS lets a program bind 127.0.0.1 although another listens on all
-    addresses, and take its connections. Raises PortTaken, and CannotListen if no address of `host`
-    can be bound.
+    addresses, and take its connections.
     """
     found = _addresses(host, port)
     sockets: list[socket.socket] = []
@@ -121,7 +119,6 @@ def _bound(sock: socket.socket, address: Address, port: int) -> socket.socket:
 
 
 def served_there(url: str) -> str | None:
-    """Describe the mlxcache server at `url`, or return None if none answers there."""
     try:
         found = Remote(url).health()
     except NoServer:  # `url` is no address
@@ -144,7 +141,6 @@ def find_holder(port: int) -> str | None:
 
 
 def listens(process: psutil.Process, port: int | None) -> bool:
-    """Return whether a process of this user is listening on `port`."""
     with suppress(psutil.Error, OSError):  # it ended, or the system does not allow the query
         found = process.net_connections("tcp")
         return any(one.status == psutil.CONN_LISTEN and one.laddr[1] == port for one in found)

@@ -1,22 +1,34 @@
-"""The command line `mlxcache`.
+"""The command line `mlxcache`, whose commands are imported only when they run.
 
-Exit status: 0 if done, 1 if failed, 2 for wrong usage.
+Importing HTTP clients, numpy or MLX takes up to seconds, for which `--version`, `--help` and shell
+completion must not wait. Exit status: 0 if done, 1 if failed, 2 for wrong usage.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import threading
-from typing import Annotated
+from collections.abc import Callable, Iterator
+from difflib import get_close_matches
+from importlib import import_module
+from typing import Annotated, Any, NamedTuple
 
 import typer
+from typer.core import TyperGroup
+from typer.main import get_command
 
 from mlxcache import __version__
-from mlxcache.cli.lazy import Lazy, add_placeholders, lazy_group
 
-_HELP = {"help_option_names": ["-h", "--help"]}
+
+class Lazy(NamedTuple):
+    """A command: the `module:name` of its function or Typer app, and its line in the help."""
+
+    target: str
+    help: str
+
 
 COMMANDS = {
     "serve": Lazy(
@@ -36,11 +48,11 @@ COMMANDS = {
         "List models, load and unload those of a running server, download and remove them.",
     ),
     "snapshot": Lazy(
-        "mlxcache.cli.snapshot:snapshot",
+        "mlxcache.cli.sessions:snapshot",
         "Write a session to one file, to continue it on another machine or server.",
     ),
     "restore": Lazy(
-        "mlxcache.cli.snapshot:restore",
+        "mlxcache.cli.sessions:restore",
         "Import a session from a snapshot or a prompt cache of mlx-lm; its next turn is warm.",
     ),
     "warm": Lazy(
@@ -81,16 +93,101 @@ COMMANDS = {
 }
 """The commands, in the order of the help; each line is the first of its own help."""
 
+
+class LazyGroup(TyperGroup):
+    """Command group that imports each command only when it is called or completed.
+
+    Until then, a placeholder represents the command in the help.
+    """
+
+    def get_params(self, ctx: typer.Context) -> list[Any]:  # type: ignore[override]
+        return _hide_flag_types(super().get_params(ctx))
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except typer.BadParameter as error:
+            better = _improve(error.message)
+            if better == error.message:
+                raise
+            raise typer.BadParameter(
+                better, ctx=error.ctx, param=error.param, param_hint=error.param_hint
+            ) from None
+
+    def resolve_command(self, ctx: typer.Context, args: list[str]) -> Any:  # type: ignore[override]
+        """Import the command named first in `args`, in place of its placeholder."""
+        name = args[0] if args else ""
+        if name in COMMANDS:
+            self.add_command(load(name), name)
+        found = super().resolve_command(ctx, args)
+        for command in _commands(found[1]):
+            _hide_flag_types(command.get_params(ctx))
+        return found
+
+
+def load(name: str) -> Any:
+    """Import a command and return it as a click command or group."""
+    module, _, attribute = COMMANDS[name].target.partition(":")
+    found: typer.Typer | Callable[..., None] = getattr(import_module(module), attribute)
+    if not isinstance(found, typer.Typer):
+        made = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        made.command(name)(found)
+        found = made
+    return get_command(found)
+
+
+def load_all() -> Any:
+    """Import all commands and return the click group of `app` with them, for documentation."""
+    group: Any = get_command(app)
+    for name in COMMANDS:
+        group.add_command(load(name), name)
+    return group
+
+
+def _commands(command: Any) -> Iterator[Any]:
+    if command is not None:
+        yield command
+        for below in getattr(command, "commands", {}).values():
+            yield from _commands(below)
+
+
+def _improve(message: str) -> str:
+    """Remove pydantic's prefix, and suggest the allowed value most similar to the wrong one."""
+    message = message.removeprefix("Value error, ")
+    wrong = re.fullmatch(r"'(.+)' is not one of ('.+')\.", message)
+    if wrong is None:
+        return message
+    like = get_close_matches(wrong[1], re.findall(r"'([^']+)'", wrong[2]), 1)
+    return f"{message[:-1]}: did you mean {like[0]}?" if like else message
+
+
+def _hide_flag_types(parameters: list[Any]) -> list[Any]:
+    """Give flags an empty metavar: otherwise typer's help would show `<bool>` beside them."""
+    for parameter in parameters:
+        if getattr(parameter, "is_flag", False) and parameter.metavar is None:
+            parameter.metavar = ""
+    return parameters
+
+
+_HELP = {"help_option_names": ["-h", "--help"]}
+
 app = typer.Typer(
     name="mlxcache",
-    cls=lazy_group(COMMANDS),
+    cls=LazyGroup,
     context_settings=_HELP,
     no_args_is_help=True,
     invoke_without_command=True,
     pretty_exceptions_enable=False,  # it prints local variables, and so keys and prompts
     rich_markup_mode="rich",
 )
-add_placeholders(app, COMMANDS)
+
+
+def _placeholder() -> None:
+    """Stand for a command that is not imported yet."""
+
+
+for _name, _lazy in COMMANDS.items():
+    app.command(_name, help=_lazy.help)(_placeholder)
 
 
 @app.callback()

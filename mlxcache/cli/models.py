@@ -13,6 +13,7 @@ import psutil
 import typer
 
 from mlxcache.cli import show
+from mlxcache.cli.connect import own_command
 from mlxcache.cli.options import (
     CacheDir,
     Json,
@@ -22,9 +23,16 @@ from mlxcache.cli.options import (
     list_by_default,
     located,
 )
-from mlxcache.cli.output import Yes, confirm, console, reporting, require_terminal_or_yes, visible
-from mlxcache.cli.own_command import own_command
-from mlxcache.cli.progress import byte_bar, count_bar
+from mlxcache.cli.output import (
+    Yes,
+    byte_bar,
+    confirm,
+    console,
+    count_bar,
+    reporting,
+    require_terminal_or_yes,
+    visible,
+)
 from mlxcache.cli.show import Column, Result
 from mlxcache.config import Settings, format_size, load_settings
 from mlxcache.config.models import model_id
@@ -80,7 +88,6 @@ class LocalModels:
         self._settings = settings
 
     def models(self) -> list[dict[str, Any]]:
-        """Return an object for each model; `problem` says why it cannot be served, or is None."""
         from mlxcache.model import hub  # noqa: PLC0415 - mlx-lm takes seconds to import
 
         downloaded = {one.id: one for one in hub.list_downloaded()}
@@ -167,10 +174,6 @@ def _on_disk(one: dict[str, Any]) -> str:
     return "damaged" if one["problem"] else "not downloaded"
 
 
-def _last_used(one: dict[str, Any]) -> str:
-    return "-" if one["last_used_at"] is None else show.format_age(one["last_used_at"])
-
-
 def _length(one: dict[str, Any]) -> str:
     return f"{one['context_length']:,}" if one.get("context_length") else "-"
 
@@ -192,7 +195,11 @@ _LOCAL: tuple[Column, ...] = (
     _DEFAULT,
     ("model", "left", lambda one: one["model"]),
     ("on disk", "right", _on_disk),
-    ("last used", "right", _last_used),
+    (
+        "last used",
+        "right",
+        lambda one: show.format_age(one["last_used_at"]) if one["last_used_at"] else "-",
+    ),
     _CONTEXT,
     _ALIASES,
 )
@@ -219,7 +226,6 @@ def load(where: Where, name: Name) -> Result:
 
 
 def _wait_until_loaded(where: Where, begun: dict[str, Any]) -> dict[str, Any]:
-    """Wait until the model `begun` is loaded, or waits for memory that busy models hold."""
     found, was_loading, end = begun, False, time.monotonic() + _WAIT_S
     while found["state"] != "loaded":
         if found["loads"] > begun["loads"]:
@@ -340,16 +346,13 @@ def rm(
 # -- models on this machine --------------------------------------------------------------------
 
 
-_PROGRAM = "mlxcache"
-
-
-def servers_of(model: str, *folders: Path) -> list[Serving]:
+def servers_of(model: str, folder: Path) -> list[Serving]:
     """Return the running servers of this user that serve `model`, a Hub id.
 
-    They are looked for in the cache `folders`, and in those whose lock file a running mlxcache
+    They are looked for in the cache `folder`, and in those whose lock file a running mlxcache
     process of this user has open.
     """
-    found = {one for folder in {*folders, *_served_folders()} for one in servers(folder)}
+    found = {one for each in {folder, *_served_folders()} for one in servers(each)}
     return [
         one for one in found if model in {model_id(path) for path in (one.models or [one.model])}
     ]
@@ -360,7 +363,7 @@ def _served_folders() -> Iterator[Path]:
     for process in psutil.process_iter():
         try:
             mine = process.uids().real == user
-            if not mine or not any(_PROGRAM in word for word in process.cmdline()):
+            if not mine or not any("mlxcache" in word for word in process.cmdline()):
                 continue
             for file in process.open_files():
                 if Path(file.path).name == NAME:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from mlxcache.cli.progress import Step
+from mlxcache.cli.output import Step
 from mlxcache.errors import MlxcacheError, NotFound
 from mlxcache.private import create
 from mlxcache.store.folder import STORE

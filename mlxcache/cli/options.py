@@ -9,15 +9,14 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Mapping
-from inspect import Parameter, signature
+from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from mlxcache.cli.connect import base_url
+from mlxcache.cli.connect import base_url, own_command
 from mlxcache.cli.output import reporting
-from mlxcache.cli.own_command import own_command
 from mlxcache.cli.show import Result
 from mlxcache.config import Settings, load_settings, parse_size
 from mlxcache.config.folder import default_cache_dir
@@ -55,19 +54,12 @@ def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., 
     ]
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        own, hints = signature(command), get_type_hints(command, include_extras=True)
-        parameters: list[Parameter] = []
-        for name, one in own.parameters.items():
-            parameters += added if name == "flags" else [one.replace(annotation=hints[name])]
-
-        @functools.wraps(command)
         def run(**given: Any) -> None:
             values = {one.name: given.pop(one.name) for one in settings}
             command(flags=given_flags(values), **given)
 
-        run.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
-        run.__annotations__ = {one.name: one.annotation for one in parameters}
-        return run
+        own, at = _parameters(command), list(signature(command).parameters).index("flags")
+        return _presented(command, run, [*own[:at], *added, *own[at + 1 :]])
 
     return decorate
 
@@ -76,6 +68,26 @@ def given_flags(arguments: Mapping[str, Any]) -> Flags:
     """Return the settings that were given as flags, from a command's parsed arguments by name."""
     values = {name: value for name, value in arguments.items() if name in SETTINGS}
     return {name: value for name, value in values.items() if value not in (None, [], ())}
+
+
+def _parameters(command: Callable[..., Any]) -> list[Parameter]:
+    hints = get_type_hints(command, include_extras=True)
+    own = signature(command).parameters.values()
+    return [one.replace(annotation=hints[one.name]) for one in own]
+
+
+def _presented(
+    command: Callable[..., Any], run: Callable[..., None], parameters: list[Parameter]
+) -> Callable[..., None]:
+    """Return a function that calls `run`, which typer sees as `command` with these parameters."""
+
+    @functools.wraps(command)
+    def presented(*given: Any, **named: Any) -> None:
+        run(*given, **named)
+
+    presented.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    presented.__annotations__ = {one.name: one.annotation for one in parameters}
+    return presented
 
 
 def _kind(setting: Setting) -> Any:
@@ -113,7 +125,6 @@ Json = Annotated[bool, typer.Option("--json", metavar="", help="Print JSON, for 
 
 
 def read_input(file: Path) -> bytes:
-    """Read the whole of `file`, or of standard input if it is `-`."""
     try:
         return typer.get_binary_stream("stdin").read() if str(file) == "-" else file.read_bytes()
     except OSError as error:
@@ -121,7 +132,7 @@ def read_input(file: Path) -> bytes:
 
 
 def positive_size(flag: str, text: str, what: str) -> int:
-    """Parse the size that `flag` was given; it must be `what`, and not 0. Raises ConfigError."""
+    """Parse the size that `flag` was given; it must be `what`, and not 0."""
     wrong = ConfigError(f"{flag} must be {what}, not {text!r}")
     try:
         size = parse_size(text, total=0)
@@ -162,13 +173,12 @@ CacheDir = Annotated[
 
 
 def find_server(url: str | None, api_key: str | None, cache_dir: Path | None = None) -> Remote:
-    """Find the running server. Blocks until it answers or a timeout of seconds passes.
+    """Find the running server, or raise NoServer. Blocks until it answers or a timeout of seconds.
 
     If `url` is given, only that address is tried. If `cache_dir` is given, the server must prove
     that it uses that folder, by an id that its note there has too. If both are None, only
     $MLXCACHE_URL is tried; if that is not set, servers that use the configured folder, or if that
-    is the default folder and nobody uses it, any server at the configured address. Raises NoServer
-    if no server answers.
+    is the default folder and nobody uses it, any server at the configured address.
     """
     from mlxcache.cli.remote import NoServer, Remote  # noqa: PLC0415 - httpx takes a while
     from mlxcache.store.lock import servers  # noqa: PLC0415
@@ -204,7 +214,7 @@ def named_url(url: str | None, cache_dir: Path | None) -> str | None:
     return url or (os.environ.get(URL_VARIABLE) if cache_dir is None else None) or None
 
 
-def open_folder(settings: Settings) -> Offline:
+def _open_folder(settings: Settings) -> Offline:
     from mlxcache.cli.offline import Offline  # noqa: PLC0415
 
     return Offline(settings.cache_dir)
@@ -214,12 +224,9 @@ def find_target(
     url: str | None,
     api_key: str | None,
     cache_dir: Path | None,
-    without: Callable[[Settings], Where] = open_folder,
+    without: Callable[[Settings], Where] = _open_folder,
 ) -> Where:
-    """Find the running server as `find_server` does, else what is there `without` one.
-
-    Raises NoServer if --url or MLXCACHE_URL names a server that does not answer.
-    """
+    """Find the running server as `find_server` does, else what is there `without` one."""
     from mlxcache.cli.remote import NoServer  # noqa: PLC0415
 
     try:
@@ -239,23 +246,15 @@ def located(
     the context's `meta` under `TARGET`, and its result is printed. Options of the command override
     those of its group. --json is added too.
     """
-    own, hints = signature(command), get_type_hints(command, include_extras=True)
-    parameters = [
-        one.replace(annotation=hints[name])
-        for name, one in own.parameters.items()
-        if name != "where"
-    ]
     kind = Parameter.KEYWORD_ONLY
-    parameters += [
+    added = [
         Parameter("as_json", kind, default=False, annotation=Json),
         Parameter("ctx", kind, annotation=typer.Context),
-        *(
-            Parameter(name, kind, default=None, annotation=type)
-            for name, type in (("url", Url), ("api_key", ApiKey), ("cache_dir", CacheDir))
-        ),
+        Parameter("url", kind, default=None, annotation=Url),
+        Parameter("api_key", kind, default=None, annotation=ApiKey),
+        Parameter("cache_dir", kind, default=None, annotation=CacheDir),
     ]
 
-    @functools.wraps(command)
     def run(
         ctx: typer.Context,
         as_json: bool = False,
@@ -273,9 +272,8 @@ def located(
             where = ctx.meta[TARGET] if TARGET in ctx.meta else find(*chosen)
             command(where, **more).print(as_json=as_json)
 
-    run.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
-    run.__annotations__ = {one.name: one.annotation for one in parameters}
-    return run
+    own = [one for one in _parameters(command) if one.name != "where"]
+    return _presented(command, run, [*own, *added])
 
 
 def list_by_default(app: typer.Typer, listing: Callable[..., None], help: str) -> None:

@@ -1,4 +1,4 @@
-"""Output for people: consoles, errors, and questions before something is removed or replaced.
+"""Output for people: consoles, errors, questions before something is removed, progress bars.
 
 Colours are used on a terminal only; a file or a pipe receives plain lines.
 """
@@ -7,14 +7,25 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TransferSpeedColumn,
+)
 from rich.text import Text
 
+from mlxcache.config import format_size
 from mlxcache.errors import ConfigError, MlxcacheError
 
 UNSEEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
@@ -72,3 +83,71 @@ def confirm(question: str, *, yes: bool) -> None:
 
 def can_ask() -> bool:
     return sys.stdin.isatty() and sys.stderr.isatty()
+
+
+# -- progress bars, shown on a terminal only and removed when done ------------------------------
+
+Step = Callable[[int, int], None]
+"""Function that is called with the amount done and the total, which is 0 while unknown.
+
+The unit is bytes, tokens or files."""
+
+_TENTH = 0.1
+
+
+def byte_bar(what: str, *, shown: bool = True) -> AbstractContextManager[Step]:
+    """Show a bar of bytes and their speed on standard error; yield a function to update it."""
+    return _bar(what, format_size, TransferSpeedColumn(), shown)
+
+
+def count_bar(what: str, *, shown: bool = True) -> AbstractContextManager[Step]:
+    """Show a bar of a count and the time passed, as `byte_bar` does."""
+    return _bar(what, "{:,}".format, TimeElapsedColumn(), shown)
+
+
+@contextmanager
+def _bar(
+    what: str, format: Callable[[int], str], last: ProgressColumn, shown: bool
+) -> Iterator[Step]:
+    out = console(stderr=True)
+    count = TextColumn("{task.fields[count]}")
+    columns = (SpinnerColumn(), TextColumn(what), BarColumn(), count, last)
+    with _progress(out, *columns, shown=shown) as bar:
+        task = bar.add_task("", total=None, count="")
+
+        def step(done: int, total: int) -> None:
+            count = f"{format(done)} of {format(total)}" if total else ""
+            bar.update(task, completed=done, total=total or None, count=count)
+
+        yield step
+
+
+@contextmanager
+def loading_bar(console: Console) -> Iterator[Callable[[str, float | None], None]]:
+    """Show the progress of loading a model on `console`; yield a function to update it.
+
+    It takes the name of a step and the fraction done, None if unknown. Any thread may call it.
+    Without a terminal, a line is printed for each tenth of each step.
+    """
+    shown: tuple[str, int] | None = None
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
+    with _progress(console, *columns) as bar:
+        task = bar.add_task("starting", total=None)
+
+        def step(what: str, share: float | None) -> None:
+            nonlocal shown
+            if console.is_terminal:
+                total = None if share is None else 1.0
+                bar.update(task, description=what, total=total, completed=share or 0.0)
+                return
+            now = (what, 0 if share is None else int(share / _TENTH))
+            if now != shown:
+                shown = now
+                console.print(what if share is None else f"{what} {share:.0%}")
+
+        yield step
+
+
+def _progress(console: Console, *columns: ProgressColumn, shown: bool = True) -> Progress:
+    shown = shown and console.is_terminal
+    return Progress(*columns, console=console, transient=True, disable=not shown)

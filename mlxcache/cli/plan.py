@@ -25,8 +25,7 @@ from mlxcache.cli.options import (
     positive_size,
     with_settings,
 )
-from mlxcache.cli.output import console, reporting
-from mlxcache.cli.progress import count_bar
+from mlxcache.cli.output import console, count_bar, reporting
 from mlxcache.cli.show import (
     Result,
     format_count,
@@ -230,7 +229,6 @@ def _memory(
     *,
     remote: bool,
 ) -> Memory:
-    """Return the limits to plan with: of the flags, else the server, else the settings."""
     from mlxcache.config.sizes import machine_bytes  # noqa: PLC0415
     from mlxcache.model.device import working_set_bytes  # noqa: PLC0415
     from mlxcache.plan.cache import Memory  # noqa: PLC0415
@@ -364,10 +362,7 @@ def trace(
 
 
 def record(where: Remote, file: BinaryIO, minutes: float | None, requests: int | None) -> int:
-    """Record the requests of the server `where` to `file`; return their number. Blocks.
-
-    Raises MlxcacheError if the server ends the recording; the lines so far are written.
-    """
+    """Record the requests of the server `where` to `file`; return their number. Blocks."""
     count, began = 0, time.monotonic()
     with suppress(KeyboardInterrupt):
         for name, body in where.trace():

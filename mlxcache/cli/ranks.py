@@ -52,9 +52,7 @@ LOCAL = "127.0.0.1"
 def read_hosts(hosts: str) -> list[dict[str, object]]:
     """Return the machines of `--hosts`, names or addresses, as mlx.launch's hostfile lists them.
 
-    The first must be this machine: its process is started here, and not through ssh. Raises
-    ConfigError for another first machine, fewer than two, and a name that is empty or has no
-    address.
+    The first must be this machine: its process is started here, and not through ssh.
     """
     names = [name.strip() for name in hosts.split(",")]
     if len(names) < 2:
@@ -91,8 +89,7 @@ def free_port(count: int) -> int:
 def launch_command(hostfile: Path, arguments: Sequence[str], port: int = FIRST_PORT) -> list[str]:
     """Return the command that starts `mlxcache` with `arguments` on every machine of `hostfile`.
 
-    `port`: the first over which ranks exchange tensors. Raises ConfigError if mlx.launch or the
-    file is missing.
+    `port`: the first over which ranks exchange tensors.
     """
     launcher = Path(sys.executable).with_name("mlx.launch")
     if not launcher.exists():
@@ -108,7 +105,7 @@ def run_ranks(settings: Settings, arguments: Sequence[str]) -> int:
     """Run `mlxcache` with `arguments` on every machine of the settings, until all have ended.
 
     Returns 0 if SIGINT or SIGTERM ended the processes, else 1. These signals are passed on to rank
-    0, which ends the other processes. Blocks. Raises ConfigError.
+    0, which ends the other processes. Blocks.
     """
     settings.check_divisible()
     if settings.hostfile is not None:
@@ -176,10 +173,7 @@ class Ranks:
         self._stop_by: float | None = None
 
     def run(self) -> int:
-        """Wait until all processes have ended; return 0 if a signal ended them, else 1.
-
-        Those that still run `END_S` after one has ended, or `STOP_S` after a signal, are killed.
-        """
+        """Wait until all processes have ended; return 0 if a signal ended them, else 1."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._stop)
         while self._launcher.poll() is None or self._running():
@@ -208,7 +202,6 @@ class Ranks:
                 self._launcher.stdin.flush()
 
     def _stop(self, number: int, frame: object) -> None:
-        """Pass a signal on to rank 0, or to all processes if none is known to be rank 0."""
         running = self._running()
         for each in [one for one in running if _rank(one) == 0] or [*running, self._launcher]:
             with suppress(psutil.NoSuchProcess):

@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 import httpx
 
-from mlxcache.cli.progress import Step
+from mlxcache.cli.output import Step
 from mlxcache.config.settings import is_loopback
 from mlxcache.errors import MlxcacheError, NotFound
 from mlxcache.private import create

@@ -17,7 +17,6 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,11 +31,16 @@ from mlxcache.api.cache import warm
 from mlxcache.api.http import ApiSettings
 from mlxcache.api.record import Recorder
 from mlxcache.cli import show
-from mlxcache.cli.connect import anyclaude_line, base_url, claude_code_line
+from mlxcache.cli.connect import (
+    anyclaude_line,
+    base_url,
+    claude_code_line,
+    launch_command,
+    own_command,
+)
 from mlxcache.cli.listen import listen
 from mlxcache.cli.log import log_line, show_readings
-from mlxcache.cli.own_command import launch_command, own_command
-from mlxcache.cli.progress import loading_bar
+from mlxcache.cli.output import loading_bar
 from mlxcache.cli.protocol import Protocol
 from mlxcache.config import Keys, Settings, format_size, read_keys
 from mlxcache.config.models import Route
@@ -48,7 +52,7 @@ from mlxcache.model.demo import DEMO_NOTICE, REAL_MODEL
 from mlxcache.owner import OWNER, owner_of
 from mlxcache.ranks.group import Place
 from mlxcache.store.lock import InUse, serving
-from mlxcache.types import ModelInfo, RequestRecord
+from mlxcache.types import ModelInfo
 from mlxcache.wire.chat_bodies import requested_model
 
 if TYPE_CHECKING:
@@ -83,9 +87,8 @@ async def run(settings: Settings, console: Console, place: Place | None = None) 
     """Run a server until SIGINT or SIGTERM.
 
     `place`: of this process among the ranks, if the model is divided; only rank 0 runs a server.
-
-    Raises CannotListen, ConfigError, InUse if a command has locked the cache folder, and ModelError
-    if the model cannot be loaded or the MLX thread died, so that a supervisor can restart it.
+    Raises InUse if a command has locked the cache folder, and ModelError if the model cannot be
+    loaded or the MLX thread died, so that a supervisor can restart it.
     """
     sys.setswitchinterval(SWITCH_S)
     _raise_descriptor_limit()
@@ -100,7 +103,6 @@ async def run(settings: Settings, console: Console, place: Place | None = None) 
 
 
 def _open_remote(settings: Settings) -> Objects | None:
-    """Open the shared remote of the settings, if they have one. May block for some seconds."""
     if settings.remote is None:
         return None
     from mlxcache.remote.objects import open_configured  # noqa: PLC0415 - only with --remote
@@ -123,8 +125,14 @@ async def _serve(
     recorder = Recorder(settings.record) if settings.record is not None else None
     _on_signals(stop, console)
     with loading_bar(console) as progress:
-        log_request = partial(_log_request, len(settings.entries) > 1)
-        models = Models(settings, progress, log_request, remote=remote, place=place)
+        several = len(settings.entries) > 1
+        models = Models(
+            settings,
+            progress,
+            lambda record: request_log.info("%s", log_line(record, several=several)),
+            remote=remote,
+            place=place,
+        )
         engine = models.default
         api = _api_settings(settings, keys, recorder, id)
         app = create_app(models, api)
@@ -136,20 +144,21 @@ async def _serve(
             await _end(server, serving, models)
             raise
     if loaded and engine.info is not None:
-        launch = launch_command(url, settings.cache_dir)
-        figures = models.figures()
         print_welcome(
             console,
             url,
             engine.info,
-            figures,
-            launch=launch,
+            models.figures(),
+            launch=launch_command(url, settings.cache_dir),
             has_key=bool(keys.values),
             routes=settings.route,
         )
         warming = asyncio.create_task(warm_files(models.of, settings.warm, api.owned_keys))
         showing = asyncio.create_task(show_readings(models.engines, console))
-        await _first_of(stop, engine.dead)
+        waits = [asyncio.create_task(one.wait()) for one in (stop, engine.dead)]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
         warming.cancel()
         showing.cancel()
     failed = engine.dead.is_set()
@@ -163,10 +172,6 @@ async def _serve(
         recorder.close()
     if engine.dead.is_set():
         raise ModelError(f"{engine.failure} Start the server again: it continues from disk.")
-
-
-def _log_request(several: bool, record: RequestRecord) -> None:
-    request_log.info("%s", log_line(record, several=several))
 
 
 def _api_settings(
@@ -188,7 +193,7 @@ def _api_settings(
 
 
 async def _load(models: Models, stop: asyncio.Event) -> bool:
-    """Start `models`, which loads the default one; return False if `stop` was set first."""
+    """Load the default model; return False if `stop` was set first."""
     loading = asyncio.create_task(models.start())
     stopped = asyncio.create_task(stop.wait())
     await asyncio.wait({loading, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -198,13 +203,6 @@ async def _load(models: Models, stop: asyncio.Event) -> bool:
         return True
     loading.cancel()
     return False
-
-
-async def _first_of(*events: asyncio.Event) -> None:
-    waits = [asyncio.create_task(event.wait()) for event in events]
-    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    for wait in waits:
-        wait.cancel()
 
 
 # -- the HTTP server ---------------------------------------------------------------------------
@@ -264,8 +262,7 @@ def _on_signals(stop: asyncio.Event, console: Console) -> None:
 def announced(settings: Settings, url: str) -> Iterator[str]:
     """List the server in its cache folder, where commands find it, while the block runs.
 
-    Yields the server's id there; "" with a logged warning if the folder cannot be written. Raises
-    InUse if a command that changes the folder's files has locked it, unless the disk tier is off.
+    Yields the server's id there; "" with a logged warning if the folder cannot be written.
     """
     with ExitStack() as stack:
         id = ""
@@ -348,9 +345,8 @@ def print_welcome(
 ) -> None:
     """Print the server's address, model, context and budgets, and lines that connect clients.
 
-    `figures` is the body of `GET /v1/cache`, and `launch` the shell line of `mlxcache launch` for
-    this server. The lines for clients are not wrapped and stand outside the frame, so that they can
-    be copied.
+    `figures` is the body of `GET /v1/cache`. The lines for clients are not wrapped and stand
+    outside the frame, so that they can be copied.
     """
     facts = _facts(url, info, figures, routes)
     if console.is_terminal:
@@ -405,7 +401,6 @@ def _models(models: Sequence[Mapping[str, Any]], routes: Sequence[Route]) -> lis
 
 
 def _disk(used: int, limit: int, reason: str | None) -> str:
-    """Describe the disk tier; `reason` says why it cannot be written, or its index not be read."""
     lost = "computed prefixes are lost when the server ends"
     if reason is not None:
         kept = f"; the {format_size(used)} there are still read" if used else ""
@@ -416,10 +411,7 @@ def _disk(used: int, limit: int, reason: str | None) -> str:
 
 
 def print_run_summary(console: Console, figures: Mapping[str, Any], tally: Tally) -> None:
-    """Print what a server did since it started: its requests, their mean times, and reuse.
-
-    `figures` is the body of `GET /v1/cache`, which must count at least one request.
-    """
+    """Print what a server did since it started: its requests, their mean times, and reuse."""
     requests, saved = figures["requests"], figures["saved"]
     tokens = {f"{name}_tokens": count for name, count in figures["tokens"].items()}
     kinds = [

@@ -1,20 +1,23 @@
-"""The commands `mlxcache sessions`: list, show, pin, rename, fork and remove sessions."""
+"""The commands `mlxcache sessions`, and `snapshot` and `restore`: export and import a session."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+from enum import StrEnum
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from mlxcache.cli import show
 from mlxcache.cli.options import Where, list_by_default, located
-from mlxcache.cli.output import Yes, confirm, require_terminal_or_yes, visible
+from mlxcache.cli.output import Yes, byte_bar, confirm, require_terminal_or_yes, visible
 from mlxcache.cli.show import Column, Result
-from mlxcache.config import load_settings
-from mlxcache.errors import ConfigError, MlxcacheError, NotFound
+from mlxcache.config import format_size, load_settings
+from mlxcache.errors import ConfigError, MlxcacheError, NotFound, SnapshotRefused
 from mlxcache.names import clean_name
 
 app = typer.Typer(name="sessions", invoke_without_command=True, add_completion=False)
@@ -85,7 +88,7 @@ list_by_default(
 @located
 def show_session(where: Where, id: Id) -> Result:
     """Show one session with its leaves: the main conversation and those of sub-agents."""
-    found = where.session(find_session(where.sessions(), id))
+    found = where.session(find_session(where.sessions(), id)["id"])
     return Result(found, partial(_print_session, found))
 
 
@@ -133,12 +136,12 @@ def fork(
     To use it, send the new id as X-Session-Id.
     """
     name = None if name is None else clean_name(name)
-    sessions = where.sessions()
-    found = find_session(sessions, id)
-    tokens = next(one["tokens"] for one in sessions if one["id"] == found)
-    if at is not None and at > tokens:
-        raise MlxcacheError(f"--at must be from 1 to {tokens}, the tokens of {found}, not {at}.")
-    made = where.fork(found, name, at)
+    one = find_session(where.sessions(), id)
+    if at is not None and at > one["tokens"]:
+        raise MlxcacheError(
+            f"--at must be from 1 to {one['tokens']}, the tokens of {one['id']}, not {at}."
+        )
+    made = where.fork(one["id"], name, at)
     return Result(made, f"Forked at {show.format_count(made['tokens'], 'token')}: {made['id']}")
 
 
@@ -150,18 +153,16 @@ def rm(where: Where, id: Id, *, yes: Yes = False) -> Result:
     Asks for confirmation, unless --yes is given.
     """
     require_terminal_or_yes(yes=yes)
-    sessions = where.sessions()
-    found = find_session(sessions, id)
-    one = next(one for one in sessions if one["id"] == found)
+    one = find_session(where.sessions(), id)
     tokens = show.format_count(one["tokens"], "token")
     pinned = ", pinned" if one["pinned"] else ""
-    confirm(f"Remove {found}, {show.session_name(one)!r} ({tokens}{pinned})?", yes=yes)
-    where.delete(found)
-    return Result({"id": found, "deleted": True}, f"Removed: {found}")
+    confirm(f"Remove {one['id']}, {show.session_name(one)!r} ({tokens}{pinned})?", yes=yes)
+    where.delete(one["id"])
+    return Result({"id": one["id"], "deleted": True}, f"Removed: {one['id']}")
 
 
-def find_session(sessions: list[dict[str, Any]], text: str) -> str:
-    """Return the id of the one of `sessions` that `text` names.
+def find_session(sessions: list[dict[str, Any]], text: str) -> dict[str, Any]:
+    """Return the one of `sessions` that `text` names.
 
     Tries an id, then a name, the start of an id, a title or label, and the end of a label or id, as
     the log shows it. Raises NotFound if nothing matches, or if the first of these to match finds
@@ -181,7 +182,7 @@ def find_session(sessions: list[dict[str, Any]], text: str) -> str:
     for way in ways if text else ():
         found = [one for one in sessions if way(one)]
         if len(found) == 1:
-            return str(found[0]["id"])
+            return found[0]
         if found:
             several = len({one["model"] for one in found}) > 1
             of = [f" ({visible(one['model'])})" if several else "" for one in found]
@@ -205,7 +206,7 @@ def print_sessions(sessions: Iterable[dict[str, Any]]) -> None:
 
 
 def _patch_session(where: Where, id: str, done: str, **changes: Any) -> Result:
-    changed = where.patch(find_session(where.sessions(), id), **changes)
+    changed = where.patch(find_session(where.sessions(), id)["id"], **changes)
     return Result(changed, f"{done}: {changed['id']} {show.session_name(changed)}".rstrip())
 
 
@@ -261,3 +262,168 @@ def _print_session(one: dict[str, Any]) -> None:
         ),
         one["leaves"],
     )
+
+
+# -- snapshots ---------------------------------------------------------------------------------
+
+_EXPECTED = (
+    "Expected a file written by `mlxcache snapshot ID -o FILE` or by mlx-lm's "
+    "`mlx_lm.cache_prompt`."
+)
+_HEAD = 4096
+_SHOWN_CHARS = 40
+_LENGTH = 8  # bytes of the length field before a safetensors header
+_OFFSETS = b'"data_offsets"'  # a key of each tensor in a safetensors header
+
+_ARCHIVES = (
+    (b"\x1f\x8b", "gzip"),
+    (b"PK\x03\x04", "zip"),
+    (b"BZh", "bzip2"),
+    (b"\xfd7zXZ", "xz"),
+    (b"\x28\xb5\x2f\xfd", "zstd"),
+)
+
+
+class Format(StrEnum):
+    MLXCACHE = "mlxcache"
+    MLX_LM = "mlx-lm"
+
+
+@located
+def snapshot(
+    where: Where,
+    id: Id,
+    *,
+    output: Annotated[
+        Path,
+        typer.Option("--output", "-o", metavar="FILE", dir_okay=False, help="The file to write."),
+    ],
+    format: Annotated[
+        Format,
+        typer.Option(help="mlx-lm writes a file for mlx_lm.generate --prompt-cache-file."),
+    ] = Format.MLXCACHE,
+    yes: Yes = False,
+) -> Result:
+    """Write a session to one file, to continue it on another machine or server.
+
+    Asks for confirmation before replacing a file, unless --yes is given.
+    """
+    if str(output) == "-":
+        raise ConfigError("--output must be a file: a snapshot cannot go to standard output")
+    _confirm_replacing(output, yes=yes)
+    sessions = where.sessions()
+    one = find_session(sessions, id)
+    part = output.with_name(f".{output.name}.part")
+    try:
+        with byte_bar("writing") as progress:
+            size = where.snapshot(one["id"], part, format.value, progress)
+        part.replace(output)
+    except OSError as error:
+        raise MlxcacheError(f"{output} cannot be written: {error.strerror}.") from error
+    finally:
+        part.unlink(missing_ok=True)
+    written = {"id": one["id"], "path": str(output), "bytes": size}
+    text = f"Wrote {output}: {format_size(size)}"
+    if show.has_several_models(sessions):
+        text += f", of {visible(one['model'])}"
+    return Result(written, text)
+
+
+def _confirm_replacing(path: Path, *, yes: bool) -> None:
+    try:
+        if not path.exists():
+            return
+        if not path.is_file():
+            raise ConfigError(f"--output must be a regular file, and {path} is none")
+        size = format_size(path.stat().st_size)
+    except OSError as error:
+        raise MlxcacheError(f"{path} cannot be written: {error.strerror}.") from error
+    confirm(f"{path} exists ({size}). Replace it?", yes=yes)
+
+
+@located
+def restore(
+    where: Where,
+    file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE", exists=True, dir_okay=False, readable=True, help="A snapshot."
+        ),
+    ],
+    *,
+    name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Name of the new session.")
+    ] = None,
+    prompt: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT",
+            help="The prompt given to mlx_lm.cache_prompt, as text or a JSON list of token ids; "
+            "- reads standard input. Needs a server.",
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="The model, if the server has several. Default: the file's own, or for a prompt "
+            "cache that does not name one of them the default model.",
+        ),
+    ] = None,
+) -> Result:
+    """Import a session from a snapshot or a prompt cache of mlx-lm; its next turn is warm."""
+    name = None if name is None else clean_name(name)
+    _check_snapshot(file)
+    if prompt == "-":
+        prompt = typer.get_text_stream("stdin").read()
+    with byte_bar("reading") as progress:
+        made = where.restore(file, name, prompt, model, progress)
+    of_model = f"of {visible(made['model'])}"
+    text = f"Imported {show.format_count(made['tokens'], 'token')} {of_model}: {made['id']}"
+    return Result(made, text)
+
+
+def _check_snapshot(file: Path) -> None:
+    """Raise MlxcacheError, which says what the file is, if `file` can be no snapshot."""
+    # numpy takes a while, and --help needs none of it
+    from mlxcache.safetensors import OPENING  # noqa: PLC0415
+    from mlxcache.store.snapshot_format import FORMAT, detect_format  # noqa: PLC0415
+
+    try:
+        detect_format(file)
+    except SnapshotRefused as error:
+        try:
+            with file.open("rb") as opened:
+                head, size = opened.read(_HEAD), os.fstat(opened.fileno()).st_size
+        except OSError as failure:
+            raise MlxcacheError(f"{file} cannot be read: {failure.strerror}.") from failure
+        header = head[_LENGTH:]
+        if header.startswith(OPENING) or f'"{FORMAT}"'.encode() in header:
+            raise MlxcacheError(
+                f"{file} is a damaged snapshot: {_reason(error)}. Copy it again, or take it again "
+                "with `mlxcache snapshot`."
+            ) from error
+        raise MlxcacheError(
+            f"{file} is not a snapshot: {_describe_wrong(head, size, error)}. {_EXPECTED}"
+        ) from error
+
+
+def _reason(error: SnapshotRefused) -> str:
+    return str(error.__cause__ or error).rstrip(".")
+
+
+def _describe_wrong(head: bytes, size: int, error: SnapshotRefused) -> str:
+    if not head:
+        return "it is empty"
+    for start, name in _ARCHIVES:
+        if head.startswith(start):
+            return f"it is compressed with {name}; unpack it first"
+    if _OFFSETS in head[_LENGTH:]:
+        damage = f"; {_reason(error)}" if error.__cause__ else ""
+        return f"it is a safetensors file of another kind, such as weights{damage}"
+    with suppress(UnicodeDecodeError):
+        text = head.decode(errors="strict" if len(head) < _HEAD else "ignore").strip()
+        shown = text[:_SHOWN_CHARS]
+        if all(c.isprintable() or c.isspace() for c in shown):
+            return f"it is a text that begins with {shown!r}"
+    return f"it is {format_size(size)} of an unknown format"

@@ -29,7 +29,6 @@ _AGES = ((86400, "d"), (3600, "h"), (60, "min"))
 
 
 def print_json(value: Any) -> None:
-    """Print `value` as JSON on standard output, with control characters escaped."""
     text = json.dumps(value, indent=2, ensure_ascii=False)
     print(UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
 
@@ -121,7 +120,7 @@ def format_saved(cached_tokens: int, saved: Mapping[str, Any]) -> str:
 def no_sessions_text(computing: int, where: str = "") -> str:
     """Return the sentence to print in place of a table of sessions if there are none.
 
-    The running and waiting requests, `computing`, may still become sessions.
+    `computing`: requests that may still become sessions.
     """
     place = f" ({where})" if where else ""
     if not computing:
@@ -159,7 +158,6 @@ _UNLOADED_FOR = {
 
 
 def unloaded_because(model: Mapping[str, Any]) -> str:
-    """Return why a model of `GET /v1/models` was unloaded; "" if it was not."""
     return _UNLOADED_FOR.get(model.get("unloaded_for") or "", "")
 
 
@@ -174,7 +172,6 @@ def model_state(model: Mapping[str, Any]) -> str:
 
 
 def format_count(number: int, noun: str) -> str:
-    """Format a number with its noun, in singular or plural: "1 token", "1,234 tokens"."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -24,28 +25,9 @@ class Recorded:
 
 
 def displays(name: str, cores: str | None) -> str:
-    counted = f'"sppci_cores" : "{cores}",' if cores else ""
-    return f"""{{
-  "SPDisplaysDataType" : [
-    {{
-      "_name" : "{name}",
-      "spdisplays_mtlgpufamilysupport" : "spdisplays_metal3",
-      "spdisplays_ndrvs" : [
-        {{
-          "_name" : "Color LCD",
-          "_spdisplays_pixels" : "3024 x 1964",
-          "spdisplays_main" : "spdisplays_yes"
-        }}
-      ],
-      "spdisplays_vendor" : "sppci_vendor_Apple",
-      "sppci_bus" : "spdisplays_builtin",
-      {counted}
-      "sppci_device_type" : "spdisplays_gpu",
-      "sppci_model" : "{name}"
-    }}
-  ]
-}}
-"""
+    one = {"_name": name, "sppci_bus": "spdisplays_builtin", "sppci_model": name}
+    counted = {"sppci_cores": cores} if cores else {}
+    return json.dumps({"SPDisplaysDataType": [one | counted]})
 
 
 LAPTOP = Recorded({
@@ -83,18 +65,9 @@ DESKTOP = Recorded({
     BATTERY: "Now drawing from 'AC Power'\n",
     SETTINGS: """System-wide power settings:
 Currently in use:
- standby              0
- Sleep On Power Button 1
- hibernatefile        /var/vm/sleepimage
- powernap             1
- networkoversleep     0
  disksleep            0
  sleep                0
- hibernatemode        0
- ttyskeepawake        1
  displaysleep         10
- tcpkeepalive         1
- womp                 1
 """,
 })  # fmt: skip
 """A Mac Studio that never sleeps, and whose limit of wired memory is set."""
@@ -110,20 +83,11 @@ NEWEST = Recorded({
     SETTINGS: """System-wide power settings:
  SleepDisabled\t\t0
 Currently in use:
- standby              1
- Sleep On Power Button 1
  SleepServices        0
- hibernatefile        /var/vm/sleepimage
- powernap             1
- networkoversleep     0
  disksleep            10
  sleep                1 (sleep prevented by powerd)
- hibernatemode        3
- ttyskeepawake        1
  displaysleep         10
- tcpkeepalive         1
  powermode            2
- womp                 1
 """,
 })  # fmt: skip
 """A MacBook with a power adapter, in high power mode."""

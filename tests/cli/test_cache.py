@@ -42,7 +42,6 @@ def printed(figures: dict[str, object], capsys: pytest.CaptureFixture[str]) -> d
 
 
 def test_figures_are_printed_under_headings(capsys: pytest.CaptureFixture[str]):
-    """Figures have units; used bytes are followed by their limit."""
     found = printed(FIGURES, capsys)
     assert found == {
         "Memory": [

@@ -1,10 +1,12 @@
 """The lines to paste, run by a POSIX shell."""
 
 import subprocess
+from pathlib import Path
 
 import pytest
 
 from mlxcache.cli.connect import anyclaude_line, base_url, claude_code_line
+from mlxcache.cli.launch.clients import CLIENTS, ClientName, Invocation, Service
 
 
 def variables(line: str, command: str, environ: dict[str, str] | None = None) -> dict[str, str]:
@@ -28,19 +30,26 @@ def variables(line: str, command: str, environ: dict[str, str] | None = None) ->
     ],
 )
 def test_the_address_is_one_that_local_clients_can_use(host, url):
-    """Wildcard addresses become loopback addresses."""
     assert base_url(host, 8081) == url
 
 
-def test_claude_code_gets_the_address_and_the_context():
-    """The Anthropic SDK adds /v1 itself."""
-    line = claude_code_line("http://127.0.0.1:1", "org/m", 4096, has_key=False)
-    found = variables(line, "claude")
-    assert found["ANTHROPIC_BASE_URL"] == "http://127.0.0.1:1"
-    assert found["ANTHROPIC_MODEL"] == "org/m"
-    assert found["ANTHROPIC_AUTH_TOKEN"]
-    assert found["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == "4096"
-    assert found["CLAUDE_CODE_ATTRIBUTION_HEADER"] == "0"
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        (ClientName.CLAUDE, claude_code_line("http://127.0.0.1:1", "m", 4096, has_key=False)),
+        (ClientName.ANYCLAUDE, anyclaude_line("http://127.0.0.1:1", 4096, has_key=False)),
+    ],
+)
+def test_a_pasted_line_sets_the_variables_that_launch_sets(
+    tmp_path: Path, name: ClientName, line: str
+) -> None:
+    """Also the timeouts of an hour for a first prompt."""
+    invocation = Invocation(Path(name.value), (), {}, tmp_path, tmp_path)
+    service = Service("http://127.0.0.1:1", "m", 4096)
+    told = CLIENTS[name].configure(service, invocation).environment(service, {})
+    found = variables(line, name.value)
+    assert {name: found.get(name) for name in told} == told
+    assert found["API_TIMEOUT_MS"] == found["CLAUDE_STREAM_IDLE_TIMEOUT_MS"] == "3600000"
 
 
 def test_anyclaude_gets_both_families_of_variables():
@@ -55,14 +64,12 @@ def test_anyclaude_gets_both_families_of_variables():
 
 
 def test_names_with_spaces_and_quotes_survive_the_shell():
-    """A model may be a folder with any name."""
     name = "my models/it's $HOME"
     line = claude_code_line("http://127.0.0.1:1", name, 1, has_key=False)
     assert variables(line, "claude")["ANTHROPIC_MODEL"] == name
 
 
 def test_a_key_is_read_from_the_variable_and_not_in_the_line():
-    """The line is printed, the key is not."""
     environ = {"MLXCACHE_API_KEY": "a key"}
     line = claude_code_line("http://127.0.0.1:1", "m", 1, has_key=True)
     assert variables(line, "claude", environ)["ANTHROPIC_AUTH_TOKEN"] == "a key"

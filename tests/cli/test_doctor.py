@@ -17,14 +17,13 @@ from typing import Any
 import pytest
 
 from mlxcache.cache.capacity import fit
-from mlxcache.cli.doctor import clients, disk, machine, network
+from mlxcache.cli.doctor import Finding, clients, disk, machine, network, worst
 from mlxcache.cli.doctor.command import Report, run_checks
-from mlxcache.cli.doctor.finding import Finding, worst
 from mlxcache.cli.doctor.machine import Host
 from mlxcache.cli.doctor.models import Checked, examine_fit, examine_together, options
 from mlxcache.config import Settings
 from mlxcache.config.models import ModelEntry
-from mlxcache.model.examine import examine
+from mlxcache.model.examine import Examined, examine
 from mlxcache.model.load import ModelSpec
 from tests.served import served
 from tests.toys.adapter import make_adapter
@@ -46,74 +45,58 @@ MAC = Host(
 
 
 def test_the_overall_status_is_that_of_the_worst_finding() -> None:
-    """Without findings it is `ok`."""
     ok, warn, fail = Finding("", "ok", ""), Finding("", "warn", ""), Finding("", "fail", "")
     assert [worst([]), worst([ok, warn]), worst([warn, fail, ok])] == ["ok", "warn", "fail"]
 
 
-@pytest.mark.parametrize(
-    ("host", "status", "word"),
-    [
-        (MAC, "ok", None),
-        (replace(MAC, processor="x86_64"), "fail", "Rosetta"),
-        (replace(MAC, macos="14.6"), "warn", "macOS 15"),
-        (replace(MAC, macos="13.7.8"), "fail", "macOS 14"),
-        (replace(MAC, macos="26.6.1"), "ok", None),
-        (replace(MAC, system="Linux", macos="", processor="x86_64"), "ok", None),
-    ],
-)
-def test_the_system_is_checked_for_mlx(host: Host, status: str, word: str | None) -> None:
-    """A translated Python fails; a macOS too old to keep weights wired is a warning."""
-    found = machine.examine_system(host)
-    assert found.status == status
-    assert word is None or word in str(found.remedy)
+def system(**more: Any) -> Finding:
+    return machine.examine_system(replace(MAC, **more))
+
+
+def memory(ram: int, weights: int) -> Finding:
+    return machine.examine_memory(MAC, ram * GB, weights * GB, "for all")
+
+
+def metal(needed: int, **more: Any) -> Finding | None:
+    return machine.examine_metal(replace(MAC, **more), (needed - 1) * GB, GB)
 
 
 @pytest.mark.parametrize(
-    ("ram", "weights", "status", "word"),
+    ("found", "status", "word"),
     [
-        (10 * GB, 20 * GB, "ok", None),
-        (20 * GB, 30 * GB, "warn", "--ram 7500MB"),
-        (40 * GB, 30 * GB, "fail", "--ram 25500MB"),
-        (5 * GB, 39 * GB, "warn", "the weights alone"),
-        (5 * GB, 70 * GB, "fail", "smaller model"),
+        (system(), "ok", ""),
+        (system(processor="x86_64"), "fail", "Rosetta"),
+        (system(macos="14.6"), "warn", "macOS 15"),  # too old to keep weights wired
+        (system(macos="13.7.8"), "fail", "macOS 14"),
+        (system(macos="26.6.1"), "ok", ""),
+        (system(system="Linux", macos="", processor="x86_64"), "ok", ""),
+        (memory(10, 20), "ok", ""),
+        (memory(20, 30), "warn", "--ram 7500MB"),
+        (memory(40, 30), "fail", "--ram 25500MB"),
+        (memory(5, 39), "warn", "the weights alone"),
+        (memory(5, 70), "fail", "smaller model"),
+        (metal(40), "ok", ""),
+        (metal(50), "warn", "iogpu.wired_limit_mb=47684"),
+        (metal(63), "warn", "fewer bits"),  # more than the machine has
+        (metal(40, wired_mb=60000), "warn", "iogpu.wired_limit_mb=0"),
+        (machine.examine_files(256), "warn", "ulimit"),  # that of a Mac's shells
+        (machine.examine_files(4096), "ok", ""),
+        (machine.examine_files(-1), "ok", ""),
     ],
 )
-def test_memory_is_checked_for_weights_and_budget(
-    ram: int, weights: int, status: str, word: str | None
-) -> None:
-    """If it is too small, the remedy is a budget that fits or a smaller model."""
-    found = machine.examine_memory(MAC, ram, weights, "for all")
-    assert found.status == status
-    assert word is None or word in str(found.remedy)
-
-
-@pytest.mark.parametrize(
-    ("host", "needed", "status", "word"),
-    [
-        (MAC, 40 * GB, "ok", None),
-        (MAC, 50 * GB, "warn", "iogpu.wired_limit_mb=47684"),
-        (MAC, 63 * GB, "warn", "fewer bits"),
-        (replace(MAC, wired_mb=60000), 40 * GB, "warn", "iogpu.wired_limit_mb=0"),
-    ],
-)
-def test_weights_and_budget_are_checked_against_metals_limit(
-    host: Host, needed: int, status: str, word: str | None
-) -> None:
-    """The remedy raises the limit only if the machine has the memory."""
-    found = machine.examine_metal(host, needed - GB, GB)
+def test_the_machine_is_checked(found: Finding | None, status: str, word: str) -> None:
+    """Its system, memory, Metal's limit and open files, each with a remedy that fits."""
     assert found is not None
     assert found.status == status
-    assert word is None or word in str(found.remedy)
+    assert word in str(found.remedy)
+    assert bool(found.remedy) == bool(word)
 
 
 def test_without_metal_its_limit_is_not_checked() -> None:
-    """Linux has no such limit."""
     assert machine.examine_metal(replace(MAC, working_set=None), 1, 1) is None
 
 
 def test_on_another_system_mlx_names_the_processor() -> None:
-    """No command of macOS answers there."""
     here = machine.host(lambda _: None)
     assert here.chip
     assert (here.wired_mb, here.gpu_cores) == (None, None)
@@ -132,14 +115,6 @@ def test_versions_are_checked_against_the_required_ranges(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(machine, "version", missing)
     assert "mlx missing" in machine.examine_versions().value
-
-
-@pytest.mark.parametrize(("limit", "status"), [(256, "warn"), (4096, "ok"), (-1, "ok")])
-def test_the_limit_of_open_files_is_checked(limit: int, status: str) -> None:
-    """The limit of 256 that a Mac's shells set is a warning."""
-    found = machine.examine_files(limit)
-    assert found.status == status
-    assert ("ulimit" in str(found.remedy)) == (status == "warn")
 
 
 def test_on_linux_a_slow_blas_is_a_warning(tmp_path: Path) -> None:
@@ -179,7 +154,6 @@ def test_the_cache_folder_must_be_writable_and_private(tmp_path: Path) -> None:
 def test_a_cache_folder_on_a_share_is_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A server would refuse it."""
     monkeypatch.setattr(disk, "network_type", lambda folder: "smbfs")
     found = disk.examine_folder(tmp_path)
     assert (found.status, "--remote" in str(found.remedy)) == ("fail", True)
@@ -198,7 +172,6 @@ def test_free_disk_space_is_compared_with_the_limit(
 
 
 def test_measuring_the_disk_leaves_no_files(tmp_path: Path) -> None:
-    """No file or new folder is left, and progress ends at the total."""
     steps: list[tuple[int, int]] = []
     folder = tmp_path / "not" / "there"
     found = disk.examine_speed(folder, lambda *step: steps.append(step), 16 << 20)
@@ -213,7 +186,6 @@ def test_measuring_the_disk_leaves_no_files(tmp_path: Path) -> None:
 def test_a_slow_disk_is_a_warning_and_a_failing_disk_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The failure gives the system's reason."""
     monkeypatch.setattr(disk, "SLOW", 10**18)
     assert disk.examine_speed(tmp_path, lambda *_: None, 8 << 20).status == "warn"
 
@@ -234,13 +206,23 @@ def settings_of(home: Path, env: object) -> None:
 URL = "http://127.0.0.1:8081"
 
 
-def claude(home: Path, environ: dict[str, str], **rules: bool) -> dict[str, Finding]:
-    found = clients.examine_clients(environ, home, URL, rules, which=lambda _: None, cwd=home)
+def examined(
+    home: Path,
+    environ: dict[str, str],
+    rules: dict[str, bool] | None = None,
+    **programs: str,
+) -> list[Finding]:
+    return clients.examine_clients(environ, home, URL, rules or {}, which=programs.get, cwd=home)
+
+
+def claude(
+    home: Path, environ: dict[str, str], rules: dict[str, bool] | None = None, **programs: str
+) -> dict[str, Finding]:
+    found = examined(home, environ, rules, **programs)
     return {one.name.removeprefix("Claude Code, "): one for one in found}
 
 
 def test_without_agents_there_are_no_findings(tmp_path: Path) -> None:
-    """There is neither a settings folder nor a command on the path."""
     assert claude(tmp_path, {}) == {}
 
 
@@ -258,19 +240,16 @@ def test_without_agents_there_are_no_findings(tmp_path: Path) -> None:
 def test_claude_codes_attribution_must_be_off(
     environ: dict[str, str], env: dict[str, Any], status: str, tmp_path: Path
 ) -> None:
-    """A variable or the settings file turns it off."""
     settings_of(tmp_path, env)
     assert claude(tmp_path, environ)["attribution"].status == status
 
 
 def test_text_that_canonicalisation_removes_is_no_warning(tmp_path: Path) -> None:
-    """With the rule off it is one."""
     settings_of(tmp_path, {})
-    assert claude(tmp_path, {}, attribution=True)["attribution"].status == "ok"
-    assert claude(tmp_path, {}, attribution=False)["attribution"].status == "warn"
-    cold = claude(tmp_path, {})["git status"]
-    assert (cold.status, bool(cold.remedy)) == ("warn", True)
-    assert claude(tmp_path, {}, git_status=True)["git status"].remedy is None
+    for name, rule in (("attribution", "attribution"), ("git status", "git_status")):
+        assert claude(tmp_path, {}, {rule: True})[name].status == "ok"
+        cold = claude(tmp_path, {}, {rule: False})[name]
+        assert (cold.status, bool(cold.remedy)) == ("warn", True)
 
 
 @pytest.mark.parametrize(
@@ -283,16 +262,12 @@ def test_a_git_status_outside_of_the_system_prompt_is_no_warning(
     program = tmp_path / "claude"
     program.write_text(f"#!/bin/sh\necho '{printed}'\n")
     program.chmod(0o755)
-    found = clients.examine_clients(
-        {}, tmp_path, URL, {}, which=lambda _: str(program), cwd=tmp_path
-    )
-    (git,) = (one for one in found if one.name == "Claude Code, git status")
+    git = claude(tmp_path, {}, claude=str(program))["git status"]
     assert git.status == status
     assert bool(git.remedy) == (status == "warn")
 
 
 def test_claude_codes_address_must_lack_v1_and_have_a_context(tmp_path: Path) -> None:
-    """Addresses of other servers are not checked."""
     settings_of(tmp_path, {})
     base = "ANTHROPIC_BASE_URL"
     assert "address" not in claude(tmp_path, {base: "https://api.example.com/v1"})
@@ -310,14 +285,13 @@ def test_an_invalid_address_is_not_this_servers(base: str, tmp_path: Path) -> No
         json.dumps({"provider": {"m": {"options": {"baseURL": base}}}})
     )
     environ = {"ANYCLAUDE_MODE": "mlx-lm", "LOCAL_URL": f"{base}/v1"}
-    found = clients.examine_clients(environ, tmp_path, URL, {}, which=lambda _: None, cwd=tmp_path)
+    found = examined(tmp_path, environ)
     assert ("anyclaude", "warn") in [(one.name, one.status) for one in found]
     assert not any(one.name.startswith("OpenCode") for one in found)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"env": []}', "\udcff", "[" * 100_000])
 def test_a_broken_settings_file_is_a_warning(text: str, tmp_path: Path) -> None:
-    """The warning names the file."""
     settings_of(tmp_path, {})
     file = tmp_path / ".claude" / "settings.json"
     file.write_bytes(text.encode(errors="surrogateescape"))
@@ -341,14 +315,7 @@ def test_anyclaude_must_use_this_server(
     environ: dict[str, str], status: str, tmp_path: Path
 ) -> None:
     """It needs the mode for local servers and an address with /v1, in either variable."""
-    (found,) = clients.examine_clients(
-        environ,
-        tmp_path,
-        URL,
-        {},
-        which=lambda name: name if name == "anyclaude" else None,
-        cwd=tmp_path,
-    )
+    (found,) = examined(tmp_path, environ, anyclaude="anyclaude")
     assert found.status == status
 
 
@@ -359,7 +326,6 @@ def free_port() -> int:
 
 
 def test_a_port_in_use_is_a_failure_that_names_the_program() -> None:
-    """In this test the program is the test process itself."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -389,7 +355,6 @@ def widest(output: str) -> int:
 
 
 def test_the_command_fits_80_columns_and_writes_no_file(tmp_path: Path) -> None:
-    """The user's home is still empty after it."""
     done = doctor(tmp_path, "--quick", "--port", str(free_port()))
     assert done.returncode == 0, done.stdout + done.stderr
     assert widest(done.stdout) <= 80
@@ -399,7 +364,6 @@ def test_the_command_fits_80_columns_and_writes_no_file(tmp_path: Path) -> None:
 
 
 def test_a_running_server_is_found_and_a_failure_is_status_1(toy: Any, tmp_path: Path) -> None:
-    """The server is found by its port and by its cache folder; a missing model is a failure."""
     with served("--model", str(toy("llama")), home=tmp_path) as server:
         port = server.url.rpartition(":")[2]
         done = doctor(tmp_path, "--quick", "--json", "--port", port, "--model", "/absent")
@@ -494,7 +458,6 @@ def test_each_of_several_models_is_examined(
     ],
 )
 def test_models_that_fit_together_are_named(toy: Any, ram: int, told: str) -> None:
-    """Weights of the same base count once."""
     found = examine(ModelSpec(str(toy("llama"))))
     models = []
     for name, path, size in (("big", "b", 20), ("tuned", "b", 20), ("small", "s", 12)):
@@ -504,25 +467,28 @@ def test_models_that_fit_together_are_named(toy: Any, ram: int, told: str) -> No
     assert told in examine_together(models, ram).value
 
 
-def test_the_library_that_runs_a_model_is_named(toy: Any) -> None:
-    """If it is not mlx-lm, in the text; always in JSON."""
-    found = examine(ModelSpec(str(toy("llama"))))
+def checked_of(found: Examined) -> tuple[dict[str, Any], str]:
+    """The object of a model, and the text of its first finding."""
     fitted = fit(found.layout, ram=GB, disk=0, tokens=())
+    said = examine_fit(found, fitted)[0].value
+    return Checked(ModelEntry(None), found, fitted).as_object(), said
+
+
+def test_the_library_that_runs_a_model_is_named(toy: Any) -> None:
+    found = examine(ModelSpec(str(toy("llama"))))
     for backend in ("mlx-lm", "mlx-vlm"):
-        other = replace(found, info=replace(found.info, backend=backend))
-        said = examine_fit(other, fitted)[0].value
+        checked, said = checked_of(replace(found, info=replace(found.info, backend=backend)))
         assert ("(llama, run by mlx-vlm)" in said) == (backend == "mlx-vlm")
-        assert Checked(ModelEntry(None), other, fitted).as_object()["backend"] == backend
+        assert checked["backend"] == backend
 
 
 @pytest.mark.parametrize("model", ["toy_llama", "toy_muse"])
 def test_whether_a_model_takes_images_is_told(model: str, request: pytest.FixtureRequest) -> None:
     sees = model == "toy_muse"
     path = request.getfixturevalue(model)
-    found = examine(ModelSpec(str(path), trust_remote_code=True))
-    fitted = fit(found.layout, ram=GB, disk=0, tokens=())
-    assert (", takes images), " in examine_fit(found, fitted)[0].value) == sees
-    assert Checked(ModelEntry(None), found, fitted).as_object()["images"] == sees
+    checked, said = checked_of(examine(ModelSpec(str(path), trust_remote_code=True)))
+    assert (", takes images), " in said) == sees
+    assert checked["images"] == sees
 
 
 def test_why_images_are_not_fed_is_told(toy: Any) -> None:
@@ -545,15 +511,13 @@ def test_a_model_that_mlx_vlm_feeds_images_is_told(toy: Any) -> None:
         (True, "(qwen3_vl, run by mlx-vlm, takes images), "),
         (False, "(qwen3_vl), "),
     ):
-        found = examine(ModelSpec(path, images=images))
-        fitted = fit(found.layout, ram=GB, disk=0, tokens=())
-        assert said in examine_fit(found, fitted)[0].value
-        assert Checked(ModelEntry(None), found, fitted).as_object()["images"] == images
+        checked, told = checked_of(examine(ModelSpec(path, images=images)))
+        assert said in told
+        assert checked["images"] == images
 
 
 @pytest.mark.parametrize("off", [False, True])
 def test_the_models_sampling_defaults_are_shown(toy: Any, tmp_path: Path, off: bool) -> None:
-    """With the values that clients get, or that the settings ignore them."""
     model = tmp_path / "model"
     shutil.copytree(toy("llama"), model)
     (model / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20}')
@@ -618,6 +582,6 @@ def test_opencodes_settings_must_have_the_address_and_the_context(
     folder.mkdir(parents=True)
     (folder / "opencode.json").write_text(other)
     (folder / "opencode.jsonc").write_text(text.replace("%s", URL))
-    found = clients.examine_clients({}, tmp_path, URL, rules, which=lambda _: None, cwd=tmp_path)
+    found = examined(tmp_path, {}, rules)
     assert [one.status for one in found] == [status]
     assert word is None or word in str(found[0].remedy)

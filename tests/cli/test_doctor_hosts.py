@@ -26,7 +26,6 @@ def answering(output: str, status: int = 0, error: str = "") -> Run:
 
 
 def test_a_machine_with_the_same_versions_and_the_model_is_ready(tmp_path: Path):
-    """This one is counted, and not asked."""
     settings = Settings(model=str(tmp_path), hosts=HOSTS)
     here, other = examine_hosts(settings, answering(json.dumps([versions(), True])))
     assert (here.status, other.status) == ("ok", "ok")
@@ -45,7 +44,6 @@ def test_a_machine_with_the_same_versions_and_the_model_is_ready(tmp_path: Path)
 def test_what_is_missing_on_another_machine_fails_with_a_remedy(
     tmp_path: Path, run: Run, words: str
 ):
-    """ssh without a password, the program, its versions, the model's folder."""
     found = examine_hosts(Settings(model=str(tmp_path), hosts=HOSTS), run)
     assert found[1].status == "fail"
     assert words in found[1].value
@@ -71,5 +69,4 @@ def test_machines_that_cannot_be_used_are_a_finding(tmp_path: Path):
 
 
 def test_a_program_that_is_missing_is_no_crash():
-    """Such as ssh."""
     assert run_command(["/no/such/program"]).returncode == 255

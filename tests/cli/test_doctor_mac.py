@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from mlxcache.cli.doctor import machine
+from mlxcache.cli.doctor import Finding, machine
 from mlxcache.cli.doctor.command import run_checks
-from mlxcache.cli.doctor.finding import Finding
 from mlxcache.cli.doctor.machine import Power, examine_mac, read_power
 from mlxcache.config import Settings
 from tests.cli.macs import BATTERY, DESKTOP, DISPLAYS, LAPTOP, NEWEST, SETTINGS, VIRTUAL, Recorded
@@ -39,7 +38,6 @@ def examined(
 def test_a_mac_is_named_with_chip_system_and_gpu(
     mac: Recorded, chip: str, macos: str, gpu_cores: int | None, wired_mb: int | None
 ) -> None:
-    """And what it has not is left out."""
     host = machine.host(mac)
     assert (host.chip, host.macos, host.gpu_cores, host.wired_mb) == (
         chip, macos, gpu_cores, wired_mb,
@@ -67,7 +65,6 @@ def test_the_power_supply_is_read(mac: Recorded, power: Power) -> None:
 
 
 def test_low_power_mode_is_a_warning_and_a_battery_a_hint() -> None:
-    """The first makes each turn slower."""
     found = examined(LAPTOP)["power"]
     assert (found.status, "battery, 19%" in found.value) == ("warn", True)
     assert "lowpowermode 0" in str(found.remedy)
@@ -90,7 +87,6 @@ def test_low_power_mode_is_a_warning_and_a_battery_a_hint() -> None:
 def test_a_mac_that_sleeps_while_requests_run_is_a_warning(
     mac: Recorded, more: dict[str, Any], status: str, word: str
 ) -> None:
-    """Unless its settings never let it sleep."""
     found = examined(mac, **more)["sleep"]
     assert (found.status, word in found.value) == (status, True)
 
@@ -146,7 +142,6 @@ def test_recent_panics_of_the_gpu_are_a_warning(tmp_path: Path) -> None:
 
 
 def test_the_sizes_of_command_buffers_are_named() -> None:
-    """With what the user has set."""
     found = examined(LAPTOP)["command buffers"]
     assert found.value == "MLX_MAX_OPS_PER_BUFFER=1000, MLX_MAX_MB_PER_BUFFER=400"
     assert examined(NEWEST)["command buffers"].value == "MLX's own sizes"
@@ -155,20 +150,17 @@ def test_the_sizes_of_command_buffers_are_named() -> None:
 
 
 def test_elsewhere_there_are_no_such_findings() -> None:
-    """Linux has no version of macOS."""
     assert examine_mac("AMD EPYC", "", keep_awake=True, run=Recorded({}), environ={}) == []
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"SPDisplaysDataType": [{"sppci_cores": "x"}]}'])
 def test_an_output_that_cannot_be_read_is_no_error(text: str) -> None:
-    """The number of cores is left out."""
     assert machine.host(Recorded({**LAPTOP.outputs, DISPLAYS: text})).gpu_cores is None
 
 
 def test_the_command_checks_a_mac_with_its_own_setting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """--keep-awake is one of its flags."""
     mac = machine.host(LAPTOP)
     monkeypatch.setattr(machine, "host", lambda: mac)
     settings = Settings(cache_dir=tmp_path, keep_awake=False, port=0)

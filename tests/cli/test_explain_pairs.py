@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import random
 from functools import cache
 from typing import Any
@@ -20,6 +19,7 @@ from tests.cli.test_explain import (
     TOOLS,
     Body,
     Pair,
+    as_openai,
     command,
     first,
     following,
@@ -216,63 +216,6 @@ MORE = [
     Pair("asked something else", EDITED, "text", "messages[5] user", said(4, lambda t: "Stop.")),
     Pair("taken back", None, None, "", dropped(3, 7)),
 ]  # fmt: skip
-
-
-def as_openai(body: Body) -> Body:
-    """Convert a body of Anthropic's API to OpenAI's format."""
-    made = {k: v for k, v in body.items() if k not in ("system", "tools", "messages")}
-    parts = [{"type": "text", "text": block["text"]} for block in body["system"]]
-    made["messages"] = [{"role": "system", "content": parts}]
-    for message in body["messages"]:
-        made["messages"] += list(_messages(message["role"], message["content"]))
-    made["tools"] = [
-        {
-            "type": "function",
-            "function": {
-                "name": one["name"],
-                "description": one["description"],
-                "parameters": one["input_schema"],
-            },
-        }
-        for one in body["tools"]
-    ]
-    return made
-
-
-def _messages(role: str, content: str | list[Body]) -> list[Body]:
-    if isinstance(content, str):
-        return [{"role": role, "content": content}]
-    kinds: dict[str, list[Body]] = {}
-    for block in content:
-        kinds.setdefault(block["type"], []).append(block)
-    if role == "assistant":
-        message: Body = {
-            "role": role,
-            "content": "".join(b["text"] for b in kinds.get("text", ())) or None,
-        }
-        for block in kinds.get("thinking", ()):
-            message["reasoning_content"] = block["thinking"]
-        calls = [
-            {
-                "id": b["id"],
-                "type": "function",
-                "function": {"name": b["name"], "arguments": json.dumps(b["input"])},
-            }
-            for b in kinds.get("tool_use", ())
-        ]
-        return [{**message, "tool_calls": calls} if calls else message]
-    results = [
-        {"role": "tool", "tool_call_id": b["tool_use_id"], "content": b["content"]}
-        for b in kinds.get("tool_result", ())
-    ]
-    rest = [
-        {"type": "text", "text": b["text"]}
-        if b["type"] == "text"
-        else {"type": "image_url", "image_url": {"url": b["source"]["data"]}}
-        for b in content
-        if b["type"] != "tool_result"
-    ]
-    return [*results, *([{"role": role, "content": rest}] if rest else [])]
 
 
 def explained(one: Body, other: Body) -> tuple[str, str, str] | None:

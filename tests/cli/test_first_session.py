@@ -3,42 +3,14 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, ClassVar
+from http.server import BaseHTTPRequestHandler
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from mlxcache.cli.main import app
-
-
-class Handler(BaseHTTPRequestHandler):
-    """A server without sessions that lists `requests`."""
-
-    requests: ClassVar[list[dict[str, Any]]] = []
-
-    def do_GET(self) -> None:
-        self.send_response(200)
-        self.send_header("X-Mlxcache-Request", "req_0")
-        self.end_headers()
-        data = self.requests if self.path == "/v1/requests" else []
-        self.wfile.write(json.dumps({"object": "list", "data": data}).encode())
-
-    def log_message(self, *_: Any) -> None:
-        """Log nothing."""
-
-
-@pytest.fixture
-def url() -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-        server.shutdown()
-        thread.join()
-
+from tests.cli.answering import answering
 
 RUNS: dict[str, Any] = {"api": "chat", "progress": {"phase": "prefill"}}
 OVER: dict[str, Any] = {"api": "chat", "progress": None}
@@ -54,13 +26,16 @@ WARMS: dict[str, Any] = {"api": "warm", "progress": {"phase": "prefill"}}
         ([RUNS, OVER, RUNS], "The first sessions are being computed"),
     ],
 )
-def test_sessions_being_computed_are_announced(
-    url: str, monkeypatch: pytest.MonkeyPatch, requests: list[dict[str, Any]], words: str
-):
+def test_sessions_being_computed_are_announced(requests: list[dict[str, Any]], words: str):
     """Warm requests and finished requests do not count."""
-    monkeypatch.setattr(Handler, "requests", requests)
-    result = CliRunner().invoke(app, ["sessions", "--url", url])
-    assert result.exit_code == 0, result.output
-    assert words in result.output
-    listed = CliRunner().invoke(app, ["sessions", "--json", "--url", url])
-    assert json.loads(listed.output) == {"object": "list", "data": []}
+
+    def answer(request: BaseHTTPRequestHandler) -> Any:
+        data = requests if request.path == "/v1/requests" else []
+        return {"object": "list", "data": data}
+
+    with answering(answer) as url:
+        result = CliRunner().invoke(app, ["sessions", "--url", url])
+        assert result.exit_code == 0, result.output
+        assert words in result.output
+        listed = CliRunner().invoke(app, ["sessions", "--json", "--url", url])
+        assert json.loads(listed.output) == {"object": "list", "data": []}

@@ -7,12 +7,13 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler
 
 import pytest
 
 from mlxcache.cli import listen as listening
 from mlxcache.cli.listen import CannotListen, PortTaken, accepts, find_holder, is_taken, listen
+from tests.cli.answering import answering
 
 
 def close(sockets: list[socket.socket]) -> None:
@@ -126,30 +127,14 @@ def test_a_free_port_is_not_taken_for_the_probes_own() -> None:
         assert not accepts(socket.AF_INET, ("127.0.0.1", port))
 
 
-class Health(BaseHTTPRequestHandler):
-    """Answers as an mlxcache server."""
-
-    def do_GET(self) -> None:
-        """Only /health is asked."""
-        body = b'{"status": "ok", "model": "org/name"}'
-        self.send_response(200)
-        self.send_header("X-Mlxcache-Request", "1")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        """Print nothing."""
-
-
 def test_an_mlxcache_that_has_the_port_is_named_with_its_model() -> None:
     """Its process would say less."""
-    with HTTPServer(("127.0.0.1", 0), Health) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        port = server.server_port
-        with pytest.raises(PortTaken, match=r"in use by mlxcache, which serves org/name") as caught:
-            listen("127.0.0.1", port)
-        server.shutdown()
+    named = r"in use by mlxcache, which serves org/name"
+    with (
+        answering(lambda _: {"status": "ok", "model": "org/name"}) as url,
+        pytest.raises(PortTaken, match=named) as caught,
+    ):
+        listen("127.0.0.1", int(url.rpartition(":")[2]))
     assert caught.value.serves
 
 
@@ -162,26 +147,23 @@ def test_a_port_without_a_listener_has_no_holder() -> None:
 
 def test_a_program_whose_answer_has_no_end_is_not_waited_for() -> None:
     """A camera's video, for example: some listen on 8081 too, and answer every path."""
-
-    class Video(Health):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            with suppress(OSError):
-                while not over.wait(0.01):
-                    self.wfile.write(b"frame")
-
     over = threading.Event()
-    with HTTPServer(("127.0.0.1", 0), Video) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        stop = threading.Timer(5.0, over.set)
-        stop.start()
+
+    def video(request: BaseHTTPRequestHandler) -> None:
+        request.send_response(200)
+        request.end_headers()
+        with suppress(OSError):
+            while not over.wait(0.01):
+                request.wfile.write(b"frame")
+
+    stop = threading.Timer(5.0, over.set)
+    stop.start()
+    with answering(video) as url:
         with pytest.raises(PortTaken, match=rf"\(process {os.getpid()}\)"):
-            listen("127.0.0.1", server.server_port)
+            listen("127.0.0.1", int(url.rpartition(":")[2]))
         assert not over.is_set()
         stop.cancel()
         over.set()
-        server.shutdown()
 
 
 @pytest.mark.parametrize("host", ["no.such.host.invalid", "203.0.113.7", "a" * 64])

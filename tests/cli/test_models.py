@@ -10,6 +10,7 @@ import sys
 from collections import namedtuple
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,12 +19,13 @@ import httpx
 import pytest
 from huggingface_hub import constants
 from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from mlxcache.cli import output
 from mlxcache.cli.main import app
 from mlxcache.cli.models import complete_downloaded
 from mlxcache.model import hub as hub_module
+from tests.cli import conftest
 from tests.fake_hub import LARGE, MODEL, FakeHub
 from tests.forked import served
 from tests.served import Served
@@ -32,21 +34,11 @@ DOWNLOADED = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_c
 
 
 @pytest.fixture(autouse=True)
-def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Set no address or key, and an unused cache folder, port and Hub's cache."""
-    for name in ("MLXCACHE_URL", "MLXCACHE_API_KEY", "MLXCACHE_MODEL", "MLXCACHE_CONFIG"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("MLXCACHE_CACHE_DIR", str(tmp_path / "unused"))
-    monkeypatch.setenv("MLXCACHE_PORT", "9")  # no server listens there
+def clean(no_server: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
 
 
-def call(*arguments: str, status: int = 0) -> Result:
-    """Run a command of the group and check its exit status."""
-    result = CliRunner().invoke(app, ["models", *arguments])
-    assert result.exit_code == status, result.output
-    assert "Traceback" not in result.output
-    return result
+call = partial(conftest.call, "models")
 
 
 def listed(*arguments: str) -> list[dict[str, Any]]:

@@ -8,8 +8,7 @@ import typer
 from rich.console import Console
 
 from mlxcache.cli.log import ConsoleHandler, log_line
-from mlxcache.cli.output import reporting
-from mlxcache.cli.progress import loading_bar
+from mlxcache.cli.output import loading_bar, reporting
 from mlxcache.errors import ConfigError, ModelError
 from mlxcache.types import RequestRecord
 
@@ -54,7 +53,6 @@ def test_a_request_is_one_line_with_every_figure():
 
 
 def test_guesses_are_told_with_what_they_saved() -> None:
-    """Or what they cost."""
     one = record(generated_tokens=101, drafted_tokens=80, accepted_tokens=60, guess_passes=9)
     assert "generated 101 (60 of 80 drafts accepted in 9 passes, 0.00 s saved)" in log_line(one)
     one.guess_saved_s = -0.25
@@ -62,14 +60,12 @@ def test_guesses_are_told_with_what_they_saved() -> None:
 
 
 def test_a_request_to_one_of_several_models_names_it():
-    """With one model its name would say nothing."""
     one = record(model="small", prompt_tokens=20, finish_reason="stop")
     assert log_line(one, several=True).startswith("session 9c1e7d54  small  prompt 20  ")
     assert log_line(one).startswith("session 9c1e7d54  prompt 20  ")
 
 
 def test_a_request_that_never_ran_has_dashes():
-    """For figures that were not measured."""
     line = log_line(record(session=None, client=None, status="rejected", error="no\nroom"))
     assert line == (
         "session -  prompt 0  cached 0  fed 0  first token -  - tok/s  generated 0  "
@@ -78,19 +74,16 @@ def test_a_request_that_never_ran_has_dashes():
 
 
 def test_a_request_without_a_label_has_its_clients_name():
-    """Several such clients can be told apart."""
     line = log_line(record(session=None, client="OpenAI/Python 2.20.0"))
     assert line.startswith("client OpenAI/Python 2.20.0  prompt 0  cached 0")
 
 
 def test_one_token_has_no_speed():
-    """Speed is measured after the first token."""
     line = log_line(record(generated_tokens=1, timing={"first_token_s": 1.0, "decode_s": 0.0}))
     assert "- tok/s" in line
 
 
 def test_progress_on_a_pipe_is_a_line_per_tenth():
-    """A download of 1,000 steps prints 11 lines."""
     console = plain()
     with loading_bar(console) as progress:
         for n in range(1001):
@@ -103,7 +96,6 @@ def test_progress_on_a_pipe_is_a_line_per_tenth():
 
 
 def test_progress_on_a_terminal_is_a_bar():
-    """It shows the current step."""
     console = Console(file=io.StringIO(), force_terminal=True, width=80)
     with loading_bar(console) as progress:
         progress("downloading org/model", 0.5)

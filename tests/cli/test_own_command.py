@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from mlxcache.cli.connect import launch_command, own_command
 from mlxcache.cli.options import find_server
-from mlxcache.cli.own_command import launch_command, own_command
 from mlxcache.cli.remote import NoServer
 from mlxcache.config.folder import default_cache_dir
 
@@ -49,7 +49,6 @@ def test_elsewhere_it_is_the_program_that_was_called(
 
 
 def test_without_a_program_it_is_python_with_the_module(tmp_path: Path) -> None:
-    """The words run this package."""
     python = tmp_path / "python3"
     line = own_command(str(tmp_path), str(python), "main.py", tmp_path)
     assert line == f"{python} -m mlxcache.cli.main"

@@ -38,7 +38,6 @@ def test_a_plan_for_some_users(toy: ToyMaker, tmp_path: Path) -> None:
 
 
 def test_a_plan_for_a_trace_without_speeds_has_no_times(toy: ToyMaker, tmp_path: Path) -> None:
-    """And says how to get them."""
     path = tmp_path / "trace.jsonl"
     row = {"timestamp": 0, "input_length": 300, "output_length": 5, "hash_ids": [1]}
     path.write_text(f"{json.dumps(row)}\n{json.dumps(row)}\n", encoding="utf-8")
@@ -62,7 +61,6 @@ def test_a_plan_for_a_trace_without_speeds_has_no_times(toy: ToyMaker, tmp_path:
 def test_what_cannot_be_planned_is_refused(
     toy: ToyMaker, arguments: tuple[str, ...], status: int, wrong: str
 ) -> None:
-    """With what is wrong, and wrong usage apart from a wrong file."""
     result = plan(toy("llama"), *arguments)
     assert result.exit_code == status
     assert wrong in " ".join((result.output + (result.stderr or "")).split())

@@ -61,7 +61,6 @@ def said(got: bytes) -> str:
 
 
 def test_incomplete_headers_are_answered_408(port: int) -> None:
-    """With the reason, after which the connection is closed."""
     got = talk(port, b"GET /v1/models HTTP/1.1\r\nHost: x\r\nX-Slow")
     assert got.startswith(b"HTTP/1.1 408 ")
     assert said(got) == TOO_SLOW
@@ -88,7 +87,6 @@ def test_headers_sent_byte_by_byte_time_out(port: int) -> None:
 
 
 def test_a_connection_without_a_request_is_closed(port: int) -> None:
-    """Without an answer."""
     assert talk(port) == b""
 
 
@@ -114,7 +112,6 @@ def test_a_complete_request_keeps_its_connection(port: int) -> None:
 
 
 def test_the_timeout_does_not_apply_to_a_body(port: int) -> None:
-    """A slow body is read after the headers."""
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n"
     with socket.create_connection(("127.0.0.1", port), timeout=30) as sock:
         sock.sendall(head + b"Connection: close\r\n\r\n{")
@@ -133,7 +130,6 @@ def test_the_timeout_does_not_apply_to_a_body(port: int) -> None:
 def test_invalid_headers_are_answered_with_an_error(
     port: int, sent: bytes, status: bytes, why: str
 ) -> None:
-    """Its body has the form that clients of both APIs read."""
     try:
         got = talk(port, sent)
     except ConnectionError:

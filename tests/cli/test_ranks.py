@@ -53,13 +53,11 @@ def test_the_first_host_is_started_without_ssh():
     ],
 )
 def test_hosts_that_cannot_be_used_are_refused(hosts: str, words: str):
-    """Before anything is started."""
     with pytest.raises(ConfigError, match=words):
         ranks.read_hosts(hosts)
 
 
 def test_each_machine_runs_the_same_command(tmp_path: Path):
-    """By mlx.launch, with the arguments as they were given."""
     hostfile = tmp_path / "hosts.json"
     with pytest.raises(ConfigError, match=r"hosts\.json: there is no such file"):
         ranks.launch_command(hostfile, [])
@@ -81,13 +79,11 @@ def test_each_machine_runs_the_same_command(tmp_path: Path):
     ],
 )
 def test_what_several_machines_do_not_have_yet_is_refused(settings: Settings, words: str):
-    """In the words of the flag."""
     with pytest.raises(ConfigError, match=words):
         settings.check_divisible()
 
 
 def test_serve_refuses_before_it_starts_anything():
-    """With exit status 2 of wrong usage, or 1, and the cause."""
     result = CliRunner().invoke(app, ["serve", "--hosts", "127.0.0.1,127.0.0.1"])
     assert result.exit_code
     assert "built-in demo" in result.output

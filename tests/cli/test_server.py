@@ -39,7 +39,6 @@ def post(server, **extra):
 
 
 def test_the_welcome_has_address_model_memory_and_lines_to_paste(server):
-    """With the context, and a line for each client."""
     assert "400 MB" in server.output
     assert "65,536 tokens" in server.output
     launch = server.wait_for(r"^cd YOUR-PROJECT\n(\S+) launch --url (\S+)$")
@@ -51,12 +50,10 @@ def test_the_welcome_has_address_model_memory_and_lines_to_paste(server):
 
 
 def test_output_to_a_pipe_has_no_escape_codes(server):
-    """Colours are for terminals."""
     assert "\x1b" not in server.output
 
 
 def test_each_request_is_one_line_of_the_log(server):
-    """With the end of the session id and the reused tokens."""
     assert post(server).status_code == 200
     first = server.wait_for(r"session 1234abcd  prompt (\d+)  cached (\d+)  fed (\d+)  .*  length$")
     assert int(first[1]) == int(first[2]) + int(first[3])
@@ -66,7 +63,6 @@ def test_each_request_is_one_line_of_the_log(server):
 
 
 def test_the_key_is_required_and_never_printed(server):
-    """Neither in the welcome, the log nor the lines to paste."""
     assert httpx.post(f"{server.url}/v1/chat/completions", json=CHAT).status_code == 401
     assert KEY not in server.output
     assert "MLXCACHE_API_KEY" in server.output
@@ -116,7 +112,6 @@ def test_a_signal_ends_a_running_reply_and_the_server_within_ten_seconds(
 
 
 def test_a_port_in_use_is_an_error_with_advice(toy_llama, tmp_path):
-    """Exit status 1, before the model is loaded."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -127,7 +122,6 @@ def test_a_port_in_use_is_an_error_with_advice(toy_llama, tmp_path):
 
 
 def test_a_model_that_does_not_exist_is_an_error(tmp_path):
-    """Exit status 1, without a traceback."""
     with served("--model", str(tmp_path / "nothing"), home=tmp_path) as running:
         assert running.process.wait(60) == 1
         running.wait_for("Error: .*nothing")
@@ -135,7 +129,6 @@ def test_a_model_that_does_not_exist_is_an_error(tmp_path):
 
 
 def test_the_built_in_demo_is_served_without_a_model(tmp_path):
-    """The welcome names the demo and the flag for a real model."""
     with served("--ram", "400MB", home=tmp_path) as running:
         running.wait_for("Anthropic API")
         assert "demo" in running.output
@@ -146,7 +139,6 @@ def test_the_built_in_demo_is_served_without_a_model(tmp_path):
 
 
 def test_a_server_is_announced_while_it_runs(tmp_path):
-    """With its address and its model."""
     with announced(Settings(cache_dir=tmp_path, model="org/name"), "http://127.0.0.1:8081"):
         [one] = servers(tmp_path)
         assert (one.url, one.model) == ("http://127.0.0.1:8081", "org/name")
@@ -165,7 +157,6 @@ def test_a_folder_that_a_command_changes_is_refused(tmp_path):
 
 
 def test_a_folder_that_cannot_be_written_causes_one_warning(tmp_path, caplog):
-    """The server runs without being announced."""
     (tmp_path / "file").write_text("")
     with (
         caplog.at_level(logging.WARNING, "mlxcache"),
@@ -176,7 +167,6 @@ def test_a_folder_that_cannot_be_written_causes_one_warning(tmp_path, caplog):
 
 
 async def test_each_file_to_warm_is_computed_and_an_invalid_one_skipped(tmp_path, caplog):
-    """The log has a line for each, with the reason or the figures."""
     good, bad, gone = (tmp_path / name for name in ("good", "bad", "gone"))
     good.write_text('{"model": "small", "messages": [{"role": "user", "content": "Hi"}]}')
     bad.write_text("{")

@@ -66,7 +66,6 @@ def test_a_server_in_a_terminal_never_waits(tmp_path: Path) -> None:
 def test_a_start_that_cannot_be_noted_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A server also starts while nothing can be written."""
     (tmp_path / NOTE).mkdir()
     assert run(tmp_path, fails=False) == []
     assert "start not noted" in caplog.text
@@ -75,7 +74,6 @@ def test_a_start_that_cannot_be_noted_goes_on(
 def test_the_variable_of_the_service_is_no_unknown_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Commands warn of variables that belong to no setting."""
     monkeypatch.setenv(SERVICE, "launchd")
     monkeypatch.setenv("MLXCACHE_SERVCE", "launchd")
     warn_of_unknown_variables()

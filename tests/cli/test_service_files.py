@@ -83,7 +83,6 @@ def installed_text(tmp_path: Path) -> bytes:
 
 @pytest.mark.skipif(shutil.which("plutil") is None, reason="plutil is a command of macOS")
 def test_a_mac_understands_the_plist(tmp_path: Path) -> None:
-    """As launchd reads it."""
     installed(tmp_path)
     plist = tmp_path / "Library" / "LaunchAgents" / "mlxcache.plist"
     done = subprocess.run(
@@ -93,7 +92,6 @@ def test_a_mac_understands_the_plist(tmp_path: Path) -> None:
 
 
 def test_the_unit_starts_the_server_again_where_it_failed_but_for_wrong_settings() -> None:
-    """Within limits."""
     unit = configparser.ConfigParser(interpolation=None)
     unit.read(UNIT)
     service = unit["Service"]
@@ -119,7 +117,6 @@ SCRIPTS = sorted(path.name for path in (ROOT / "bin").iterdir() if path.name[0] 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_works_through_links(name: str, tmp_path: Path) -> None:
-    """A relative link to a link, in folders of their own."""
     folder = clone(tmp_path / "clone")
     for links in ("first", "second"):
         (tmp_path / links).mkdir()

@@ -11,14 +11,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from mlxcache.cli import output
 from mlxcache.cli.main import app
@@ -27,29 +27,14 @@ from mlxcache.cli.remote import NoServer, Remote
 from mlxcache.cli.sessions import find_session
 from mlxcache.errors import ConfigError, NotFound
 from mlxcache.store.lock import serving
+from tests.cli.conftest import call
 from tests.forked import served
 from tests.served import Served
 
 NOWHERE = "http://127.0.0.1:9"
-Run = Callable[..., Result]
 
 
-@pytest.fixture(autouse=True)
-def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Set no address or key, and an unused cache folder and port."""
-    for name in ("MLXCACHE_URL", "MLXCACHE_API_KEY", "MLXCACHE_CACHE_DIR"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("MLXCACHE_CACHE_DIR", str(tmp_path / "unused"))
-    monkeypatch.setenv("MLXCACHE_PORT", "9")  # no server listens there
-    monkeypatch.setenv("COLUMNS", "80")
-
-
-def call(*arguments: str, status: int = 0) -> Result:
-    """Run a command and check its exit status."""
-    result = CliRunner().invoke(app, list(arguments))
-    assert result.exit_code == status, result.output
-    assert "Traceback" not in result.output
-    return result
+pytestmark = pytest.mark.usefixtures("no_server")
 
 
 def ask(url: str, label: str, words: str, system: str = "Be brief. " * 40) -> None:
@@ -111,7 +96,6 @@ def where(request: pytest.FixtureRequest) -> tuple[str, ...]:
 
 
 def test_the_list_is_a_table_and_json(where: tuple[str, ...]) -> None:
-    """Sessions are listed newest first, with titles, sizes and tiers."""
     output = call("sessions", *where).output
     head, *rows = (line for line in output.splitlines() if line.strip())
     assert head.split() == ["id", "name", "tokens", "RAM", "disk", "tier", "pinned", "last", "used"]
@@ -163,11 +147,11 @@ def test_a_session_is_found_by_the_end_of_its_label() -> None:
         {"id": f"ses_{at}", "name": "1234567z" if label is None else None, "title": None,
          "label": label, "model": "m"} for at, label in enumerate(labels)
     ]  # fmt: skip
-    assert find_session(sessions, "4-50242adf") == "ses_0"
-    assert find_session(sessions[:1], "50242adf") == "ses_0"
-    assert find_session(sessions, "1234567z") == "ses_3"
+    assert find_session(sessions, "4-50242adf") == sessions[0]
+    assert find_session(sessions[:1], "50242adf") == sessions[0]
+    assert find_session(sessions, "1234567z") == sessions[3]
     forked = {**sessions[3], "id": "ses_0123456789abc"}
-    assert find_session([*sessions, forked], "56789abc") == forked["id"]
+    assert find_session([*sessions, forked], "56789abc") == forked
     with pytest.raises(NotFound, match="several sessions: ses_0, ses_1"):
         find_session(sessions, "50242adf")
     of_two = [sessions[0], {**sessions[1], "model": "other"}]
@@ -225,7 +209,6 @@ def test_prompt_caches_of_mlx_lm_are_exported_and_imported(
 def test_a_failure_is_status_1_and_an_error_message(
     where: tuple[str, ...], arguments: tuple[str, ...]
 ) -> None:
-    """So are a missing session, an ambiguous id, and a fork beyond the session's tokens."""
     id = listing(*where)[0]["id"]
     output = call(*(word.format(id=id) for word in arguments), *where, status=1).output
     assert output.startswith("Error: ")
@@ -242,13 +225,13 @@ def test_a_failure_is_status_1_and_an_error_message(
         ("snapshot", "x", "-o", "-"),
         ("restore", "no-such-file"),
         ("warm", "no-such-file"),
+        ("explain", "no-such-file"),
         ("cache", "prune", "--to", "lots"),
         ("cache", "prune", "--to", "25%"),
         ("sessions", "--url", "no address"),
     ],
 )
 def test_wrong_usage_is_status_2(arguments: tuple[str, ...]) -> None:
-    """So are wrong arguments, values and files, and an invalid address."""
     call(*arguments, status=2)
 
 
@@ -317,7 +300,6 @@ def test_a_folder_of_hard_links_to_the_server_s_files_is_not_changed(
 def test_a_folder_in_use_by_an_unreachable_server_is_read_only(
     offline: tuple[str, str],
 ) -> None:
-    """The error names the address and the model of the server that holds the folder."""
     folder = Path(offline[1])
     id = listing(*offline)[0]["id"]
     with serving(folder, NOWHERE, "some/model"):
@@ -370,7 +352,6 @@ def test_warming_makes_the_first_turn_warm(server: Served, tmp_path: Path) -> No
 def test_figures_are_shown_and_files_are_checked(
     where: tuple[str, ...], offline: tuple[str, str]
 ) -> None:
-    """The check names a damaged file and ends with status 1."""
     figures = json.loads(call("cache", "stats", "--json", *where).output)
     assert figures["disk"]["used_bytes"] > 0
     assert figures["sessions"] == 2
@@ -399,7 +380,6 @@ def test_figures_are_shown_and_files_are_checked(
 
 
 def test_pruning_and_clearing_without_a_server(offline: tuple[str, str]) -> None:
-    """Pinned sessions stay unless --pinned is given."""
     id = listing(*offline)[0]["id"]
     call("sessions", "pin", id, *offline)
     assert "Freed" in call("cache", "prune", *offline).output
@@ -414,7 +394,6 @@ def test_pruning_and_clearing_without_a_server(offline: tuple[str, str]) -> None
 
 
 def test_a_missing_folder_is_empty_and_is_not_made(tmp_path: Path) -> None:
-    """Commands that read work on it, and none makes it."""
     where = ("--cache-dir", str(tmp_path / "none"))
     assert listing(*where) == []
     assert str(tmp_path / "none") in call("sessions", *where).output.replace("\n", "")
@@ -438,7 +417,6 @@ def test_a_server_with_a_key_refuses_requests_without_it(toy: Any, tmp_path: Pat
 
 
 def test_an_address_without_an_mlxcache_server_is_refused() -> None:
-    """So is an address without a scheme."""
     with pytest.raises(ConfigError):
         find_server("localhost:8081", None)
     with pytest.raises(NoServer):

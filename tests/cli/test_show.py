@@ -30,7 +30,6 @@ def printed(capsys, monkeypatch, name, width):
 
 
 def test_the_end_of_a_run_says_what_guesses_brought(capsys) -> None:
-    """By a draft model and the conversation together."""
     guesses: dict[str, dict[str, float]] = {
         "drafted": {"draft": 0, "history": 1200},
         "accepted": {"draft": 0, "history": 900},
@@ -57,7 +56,6 @@ def test_the_end_of_a_run_says_what_guesses_brought(capsys) -> None:
 
 @pytest.mark.parametrize("width", [52, 60, 80, 119])
 def test_only_the_named_column_is_cut(capsys, monkeypatch, width):
-    """Ids and figures are complete, and the line fits the terminal."""
     head, line = printed(capsys, monkeypatch, "fix the parser " * 10, width)
     assert len(head) <= width
     assert width - 3 <= len(line) <= width
@@ -68,27 +66,23 @@ def test_only_the_named_column_is_cut(capsys, monkeypatch, width):
 
 
 def test_wide_characters_count_twice(capsys, monkeypatch):
-    """A title in Chinese fits the terminal."""
     line = printed(capsys, monkeypatch, "修复解析器" * 20, 80)[1]
     assert line.endswith("12 min ago")
     assert len(line) + sum("\u4e00" <= one <= "\u9fff" for one in line) <= 80
 
 
 def test_a_row_that_fits_is_not_cut(capsys, monkeypatch):
-    """The gap between columns is two spaces."""
     line = printed(capsys, monkeypatch, "fix the parser", 80)[1]
     assert line == f"{ID}  fix the parser  1,234,567  12 min ago"
 
 
 def test_a_terminal_narrower_than_the_figures_wraps_lines(capsys, monkeypatch):
-    """The row is longer than the terminal, and no figure is cut."""
     line = printed(capsys, monkeypatch, "fix the parser " * 10, 20)[1]
     assert line.startswith(f"{ID} fix the p… ")
     assert line.endswith("1,234,567 12 min ago")
 
 
 def test_facts_are_never_cut(capsys, monkeypatch):
-    """A namespace is complete, so that it can be compared."""
     monkeypatch.setenv("COLUMNS", "30")
     show.print_facts([("namespace", "0123456789abcdef" * 4)])
     assert capsys.readouterr().out.rstrip() == "namespace  " + "0123456789abcdef" * 4

@@ -35,23 +35,17 @@ async def test_a_stop_while_loading_takes_effect_at_once():
 
 HANGING = """
 import asyncio, threading
-from mlxcache.cli import main, server
-from mlxcache.types import ModelInfo
+from mlxcache.cli import main
+from mlxcache.engine.models import Models
 
-class Hanging:
-    state = "ready"
-    info = ModelInfo("m", 10, 10, 0, "llama", False, False)
-    silent_s, failure, dead = 0.0, None, asyncio.Event()
-    def __init__(self, settings, on_progress, on_request):
-        threading.Thread(target=threading.Event().wait).start()
-    async def start(self): pass
-    async def stop(self, timeout): await asyncio.sleep(HOW_LONG)
-    def figures(self):
-        return {"ram": {"limit_bytes": 1}, "disk": {"used_bytes": 0, "limit_bytes": 0}}
+async def stop(self, seconds):
+    await asyncio.sleep(HOW_LONG)
 
-server.Engine = Hanging
+Models.stop = stop
+threading.Thread(target=threading.Event().wait).start()
 main.main()
 """
+"""A server whose engines take long to end, and leave a thread that never ends."""
 
 
 def hanging(seconds: float) -> subprocess.Popen[str]:
@@ -74,7 +68,6 @@ def read_until(process: subprocess.Popen[str], text: str) -> None:
 
 
 def test_a_second_signal_exits_at_once():
-    """With exit status 1, whatever the first one waits for."""
     process = hanging(3600)
     began = time.monotonic()
     process.terminate()

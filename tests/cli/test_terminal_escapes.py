@@ -31,7 +31,6 @@ def harmless(text: str) -> None:
 def test_tables_and_errors(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tables, names, JSON and errors are printed without escape sequences."""
     monkeypatch.setenv("FORCE_COLOR", "1")
     session = {"name": None, "title": EVIL, "label": None}
     show.print_table((("name", "left"),), [[EVIL]], cut=0)
@@ -51,7 +50,6 @@ def test_tables_and_errors(
 
 
 def test_the_log() -> None:
-    """A log record keeps its line breaks and loses escape sequences."""
     out = io.StringIO()
     handler = ConsoleHandler(Console(file=out, force_terminal=True, width=200))
     handler.emit(logging.makeLogRecord({"msg": EVIL + "\nmore", "levelname": "INFO"}))
@@ -60,7 +58,6 @@ def test_the_log() -> None:
 
 
 def test_top() -> None:
-    """A session label with escape sequences is shown without them."""
     row: dict[str, Any] = {
         "id": "r", "session": EVIL, "client": None, "created_at": 0.0, "cached_tokens": 0,
         "restored_tokens": 0, "fed_tokens": 1, "generated_tokens": 1, "status": "done",
@@ -76,6 +73,5 @@ def test_top() -> None:
 
 
 def test_labels_and_clients_from_headers() -> None:
-    """Labels and client names read from headers contain no escape sequences."""
     assert read_session_label({"x-session-id": EVIL.replace("\u202e", "")}) == HARMLESS
     assert read_client_name({"user-agent": EVIL.replace("\u202e", "") + "/1"}) == f"{HARMLESS}/1"

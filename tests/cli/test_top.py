@@ -9,19 +9,20 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
-from typer.testing import CliRunner, Result
 
-from mlxcache.cli.main import app
 from mlxcache.cli.top import MAX_RECENT, LiveState, render
+from tests.cli.answering import answering
+from tests.cli.conftest import call
 from tests.served import default_signals
 
 NOW = 1_795_264_000.0
@@ -120,7 +121,6 @@ ROWS = [
 
 @pytest.mark.parametrize("width", [80, 100, 160])
 def test_the_output_fits_the_terminals_width(width):
-    """Long titles are shortened."""
     found = lines(state(*ROWS), width)
     assert max(map(cell_len, found)) <= width
     assert len([line for line in found if "ses_" in line]) == 0
@@ -135,7 +135,6 @@ def test_the_output_fits_the_terminals_height(height):
 
 
 def test_budgets_and_totals_are_shown():
-    """Budgets are shown as bytes of their limit, totals with the share that was reused."""
     text = "\n".join(lines(state(*ROWS)))
     assert "4 GB of 12 GB\n" in text
     assert "█ 3.2 GB cached, ▓ 100 MB in use, ▒ 700 MB reserved\n" in text
@@ -236,7 +235,6 @@ def test_a_label_on_two_models_has_a_name_for_each() -> None:
 
 @pytest.mark.parametrize("size", [6_900_000, 112_500_000, 108_300_000_000])
 def test_the_parts_of_memory_are_one_line(size):
-    """The line fits 80 columns for any sizes."""
     ram = CACHE["ram"] | {"used_bytes": size, "kinds": {"all": 3 * size}}  # type: ignore[operator]
     cache = CACHE | {"ram": ram, "active_bytes": size}
     found = lines(state(cache=cache))
@@ -246,7 +244,6 @@ def test_the_parts_of_memory_are_one_line(size):
 
 
 def test_withheld_memory_is_shown():
-    """Also after the shortage, while memory is still withheld."""
     ram = CACHE["ram"] | {"withheld_bytes": 1_500_000_000}  # type: ignore[operator]
     pressure = {"level": "critical"}
     text = "\n".join(lines(state(cache=CACHE | {"ram": ram, "pressure": pressure})))
@@ -265,7 +262,6 @@ def test_a_first_session_that_is_being_computed_is_shown():
 
 
 def test_faults_are_shown():
-    """A step that hangs, a disk that fails, a shortage of memory."""
     disk = CACHE["disk"] | {"state": "suspended"}  # type: ignore[operator]
     cache = CACHE | {"disk": disk, "pressure": {"level": "critical"}}
     text = "\n".join(lines(state(server=SERVER | {"stalled_s": 95}, cache=cache)))
@@ -278,7 +274,6 @@ def test_faults_are_shown():
 
 
 def test_the_remote_is_shown():
-    """What it moved, or why it is not used."""
     remote = {"state": "ok", "reason": None, "uploaded_bytes": 12_000_000, "downloaded_bytes": 0}
     text = "\n".join(lines(state(cache=CACHE | {"remote": remote})))
     assert "remote: 12 MB sent, 0 bytes received" in text
@@ -311,7 +306,6 @@ def test_the_speed_of_a_prefill_is_measured_from_its_updates():
 
 
 def test_recent_requests_show_where_their_prompt_came_from():
-    """Tokens from RAM, from disk, and fed; the newest first."""
     found = lines(state(*ROWS))
     at = next(i for i, line in enumerate(found) if line.startswith("Recent requests"))
     first = " ".join(found[at + 2].split())
@@ -345,7 +339,6 @@ def test_a_request_has_the_name_of_its_own_session():
 
 
 def test_names_begin_with_their_client_where_there_are_several():
-    """One client's need not."""
     two = [
         session(1, title="One", client="claude-cli/2.1.330"),
         session(2, title="Two", client="codex_exec/0.169.0 (Linux)"),
@@ -365,7 +358,6 @@ def test_the_number_of_kept_requests_is_limited():
 
 
 def test_titles_and_client_names_are_not_markup():
-    """Brackets are shown as they are."""
     made = state(
         request(1, session=None, client="[red]x[/red]"),
         sessions=[session(1, title="a [bold]b[/bold]")],
@@ -378,68 +370,57 @@ def test_titles_and_client_names_are_not_markup():
 # -- the command -----------------------------------------------------------------------------
 
 
-class Handler(BaseHTTPRequestHandler):
+class Live:
     """A server that sends `events` and keeps the stream open until `stays` is set."""
 
-    events: ClassVar[list[tuple[str, Any]]] = []
-    stays: ClassVar[threading.Event] = threading.Event()
-    key: ClassVar[str | None] = None
+    def __init__(self) -> None:
+        listed = {"object": "list", "data": [session(1)]}
+        requests = {"object": "list", "data": ROWS}
+        self.events: list[tuple[str, Any]] = [
+            *(("server", SERVER), ("cache", CACHE), ("requests", requests), ("sessions", listed))
+        ]
+        self.stays = threading.Event()
+        self.key: str | None = None
+        self.url = ""
 
-    def do_GET(self) -> None:
-        open_ = self.path == "/health"
-        allowed = open_ or self.key in (None, self.headers.get("Authorization", "")[7:])
-        self.send_response(200 if allowed else 401)
-        self.send_header("X-Mlxcache-Request", "req_0")
-        self.end_headers()
-        if not allowed:
-            self.wfile.write(b'{"error": {"message": "The API key is missing or wrong."}}')
-            return
-        if open_:
-            return
-        assert self.path.startswith("/v1/live?parts=")
+    def answer(self, request: BaseHTTPRequestHandler) -> Any:
+        if request.path == "/health":
+            return {}
+        if self.key not in (None, request.headers.get("Authorization", "")[7:]):
+            request.send_error(401)
+            return None
+        assert request.path.startswith("/v1/live?parts=")
+        request.send_response(200)
+        request.end_headers()
         for name, body in self.events:
-            self.wfile.write(f"event: {name}\ndata: {json.dumps(body)}\n\n".encode())
-        self.wfile.write(b": ping\n\n")
-        self.wfile.flush()
+            request.wfile.write(f"event: {name}\ndata: {json.dumps(body)}\n\n".encode())
+        request.wfile.write(b": ping\n\n")
+        request.wfile.flush()
         self.stays.wait(60)
-
-    def log_message(self, *_: Any) -> None:
-        """Log nothing."""
+        return None
 
 
 @pytest.fixture
-def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.setattr(Handler, "stays", threading.Event())
-    monkeypatch.setattr(Handler, "events", all_parts())
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_address[1]}"
-        finally:
-            Handler.stays.set()
-            server.shutdown()
-            thread.join()
+def server() -> Iterator[Live]:
+    made = Live()
+    with answering(made.answer) as made.url:
+        yield made
+        made.stays.set()
 
 
-def all_parts() -> list[tuple[str, Any]]:
-    listed = {"object": "list", "data": [session(1)]}
-    requests = {"object": "list", "data": ROWS}
-    parts = (("server", SERVER), ("cache", CACHE), ("requests", requests), ("sessions", listed))
-    return list(parts)
+@pytest.fixture
+def url(server: Live) -> str:
+    return server.url
 
 
-def call(*arguments: str, status: int = 0) -> Result:
-    result = CliRunner().invoke(app, ["top", *arguments], env={"COLUMNS": "80"})
-    assert result.exit_code == status, result.output
-    assert "Traceback" not in result.output
-    return result
+@pytest.fixture(autouse=True)
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
 
 
 def test_with_once_it_prints_the_state_and_ends(url):
-    """So it does if the output is not a terminal; the width is 80 columns."""
     for flags in (["--once"], []):
-        output = call(*flags, "--url", url).output
+        output = call("top", *flags, "--url", url).output
         assert "org/model" in output
         assert "9,000 of 18,500" in output
         assert max(map(cell_len, output.splitlines())) <= 80
@@ -447,33 +428,32 @@ def test_with_once_it_prints_the_state_and_ends(url):
 
 def test_json_has_every_part_that_the_server_sent(url):
     """The bodies are unchanged; requests are sorted."""
-    found = json.loads(call("--json", "--url", url).output)
+    found = json.loads(call("top", "--json", "--url", url).output)
     assert (found["server"], found["cache"]) == (SERVER, CACHE)
     assert [one["id"] for one in found["requests"]][:3] == ["req_0", "req_1", "req_2"]
     assert len(found["sessions"]) == 1
 
 
-def test_a_server_that_loads_its_model_is_shown(url):
+def test_a_server_that_loads_its_model_is_shown(server):
     """It has no sessions, and the command does not wait for them."""
-    server = SERVER | {"state": "loading", "model": None}
-    Handler.events[:] = [("server", server), ("cache", {}), ("requests", {"data": []})]
-    output = call("--once", "--url", url).output
+    loading = SERVER | {"state": "loading", "model": None}
+    server.events = [("server", loading), ("cache", {}), ("requests", {"data": []})]
+    output = call("top", "--once", "--url", server.url).output
     assert "loading" in output
     assert "no model yet" in output
 
 
-def test_no_server_a_wrong_key_and_a_wrong_interval_are_errors(url, monkeypatch):
-    """Each error says what to do."""
-    nowhere = call("--once", "--url", "http://127.0.0.1:9", status=1).output
+def test_no_server_a_wrong_key_and_a_wrong_interval_are_errors(server, url):
+    nowhere = call("top", "--once", "--url", "http://127.0.0.1:9", status=1).output
     assert "start one there" in " ".join(nowhere.split())
-    monkeypatch.setattr(Handler, "key", "swordfish-0003")
-    assert "--api-key" in call("--once", "--url", url, status=1).output
-    assert call("--once", "--url", url, "--api-key", "swordfish-0003")
-    call("--interval", "0", "--url", url, status=2)
+    server.key = "swordfish-0003"
+    assert "--api-key" in call("top", "--once", "--url", url, status=1).output
+    assert call("top", "--once", "--url", url, "--api-key", "swordfish-0003")
+    call("top", "--interval", "0", "--url", url, status=2)
 
 
-def test_ctrl_c_ends_it_and_restores_the_terminal(url):
-    """The status is 0, screen and cursor are restored, and there is no traceback."""
+def at_a_terminal(url: str, end: Callable[[subprocess.Popen[bytes]], None]) -> tuple[int, bytes]:
+    """Run the command at a terminal until it shows a prompt; return its status and output."""
     ours, theirs = pty.openpty()
     environ = os.environ | {"TERM": "xterm", "COLUMNS": "80", "LINES": "40"}
     command = [sys.executable, "-m", "mlxcache.cli.main", "top", "--url", url, "--interval", "0.1"]
@@ -489,46 +469,29 @@ def test_ctrl_c_ends_it_and_restores_the_terminal(url):
         try:
             while b"9,000 of 18,500" not in output:
                 output += os.read(ours, 65536)
-            process.send_signal(signal.SIGINT)
-            while piece := _read(ours):
-                output += piece
-            assert process.wait(60) == 0
+            end(process)
+            with suppress(OSError):  # Linux reports the end as an error
+                while piece := os.read(ours, 65536):
+                    output += piece
+            return process.wait(60), output
         finally:
             process.kill()
             os.close(ours)
+
+
+def test_ctrl_c_ends_it_and_restores_the_terminal(url):
+    status, output = at_a_terminal(url, lambda process: process.send_signal(signal.SIGINT))
+    assert status == 0
     assert output.count(b"\x1b[?1049h") == output.count(b"\x1b[?1049l") == 1
     assert output.rindex(b"\x1b[?25h") > output.rindex(b"\x1b[?25l")
     assert b"Traceback" not in output
     assert b"Aborted" not in output
 
 
-def test_the_end_of_the_server_is_an_error(url):
-    """The status is 1."""
-    ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "mlxcache.cli.main", "top", "--url", url]
-    environ = os.environ | {"TERM": "xterm", "COLUMNS": "80", "LINES": "40"}
-    with subprocess.Popen(command, stdout=theirs, stderr=theirs, env=environ) as process:
-        os.close(theirs)
-        output = b""
-        try:
-            while b"9,000 of 18,500" not in output:
-                output += os.read(ours, 65536)
-            Handler.stays.set()
-            while piece := _read(ours):
-                output += piece
-            assert process.wait(60) == 1
-        finally:
-            process.kill()
-            os.close(ours)
+def test_the_end_of_the_server_is_an_error(server):
+    status, output = at_a_terminal(server.url, lambda _: server.stays.set())
+    assert status == 1
     assert b"has ended" in output
-
-
-def _read(fd: int) -> bytes:
-    """Read the next bytes; empty once the other end is closed, which Linux reports as an error."""
-    try:
-        return os.read(fd, 65536)
-    except OSError:
-        return b""
 
 
 def test_the_picture_in_the_pages_has_the_tables_of_today() -> None:

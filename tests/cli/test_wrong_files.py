@@ -8,27 +8,18 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from mlxcache.cli.main import app
+from tests.cli.conftest import call
 
 MESSAGES = '{"messages": [{"role": "user", "content": "Hello."}]}'
 
 
-@pytest.fixture(autouse=True)
-def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No server runs, and there is no cache folder."""
-    for name in ("MLXCACHE_URL", "MLXCACHE_API_KEY", "MLXCACHE_MODEL"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("MLXCACHE_CACHE_DIR", str(tmp_path / "unused"))
-    monkeypatch.setenv("MLXCACHE_PORT", "9")
+pytestmark = pytest.mark.usefixtures("no_server")
 
 
 def run(*arguments: str | Path) -> Result:
-    result = CliRunner().invoke(app, [str(one) for one in arguments])
-    assert result.exit_code == 1, result.output
-    assert "Traceback" not in result.output
-    return result
+    return call(*map(str, arguments), status=1)
 
 
 @pytest.mark.parametrize(
@@ -70,13 +61,16 @@ def test_a_file_that_is_not_a_request_is_described(
 
 
 def test_the_error_names_the_wrong_one_of_two_files(tmp_path: Path) -> None:
-    """Also for a request that cannot be rendered."""
     good, bad = tmp_path / "good.json", tmp_path / "bad.json"
     good.write_text(MESSAGES)
-    bad.write_text('{"messages": [{"role": "usr", "content": "x"}]}')
-    error = run("explain", good, bad).stderr
-    assert f"{bad} is a chat request that cannot be rendered: " in error
-    assert "'usr' (at `messages[0].role`)" in error
+    for message, wrong in (
+        ({"role": "usr", "content": "x"}, "'usr' (at `messages[0].role`)"),
+        ({"role": "user", "content": [{"type": "nonsense"}]}, "nonsense"),
+    ):
+        bad.write_text(json.dumps({"messages": [message]}))
+        error = run("explain", good, bad).stderr
+        assert f"{bad} is a chat request that cannot be rendered: " in error
+        assert wrong in error
 
 
 def safetensors(file: Path) -> None:

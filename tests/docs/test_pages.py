@@ -13,8 +13,7 @@ import pytest
 
 from mlxcache.api.app import create_app
 from mlxcache.cli.launch.clients import CLIENTS, ClientName
-from mlxcache.cli.lazy import load
-from mlxcache.cli.main import COMMANDS
+from mlxcache.cli.main import load
 from mlxcache.config import SETTINGS, Settings
 from tests.docs.blocks import BLOCKS, PAGES, ROOT
 
@@ -72,7 +71,7 @@ def test_pictures_are_read_in_light_and_dark_and_aloud(picture: Path):
 
 def serve_flags() -> dict[str, bool]:
     """The flags of `mlxcache serve`, and whether --help shows them."""
-    command = load("serve", COMMANDS["serve"])
+    command = load("serve")
     return {p.opts[0]: not p.hidden for p in command.params if p.opts[0] != "--help"}
 
 

@@ -22,7 +22,7 @@ from mlxcache.cli.connect import (
     opencode_files,
     read_object,
 )
-from mlxcache.cli.doctor.finding import Finding
+from mlxcache.cli.doctor import Finding
 
 ATTRIBUTION = "CLAUDE_CODE_ATTRIBUTION_HEADER"
 GIT = "CLAUDE_CODE_DISABLE_GIT_INSTRUCTIONS"

@@ -14,11 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from mlxcache.cli.connect import base_url
-from mlxcache.cli.doctor import clients, disk, machine, network
-from mlxcache.cli.doctor.finding import Finding, worst
+from mlxcache.cli.doctor import Finding, clients, disk, machine, network, worst
 from mlxcache.cli.options import CacheDir, Config, Flags, Json, with_settings
-from mlxcache.cli.output import narrow_console, reporting
-from mlxcache.cli.progress import byte_bar, count_bar
+from mlxcache.cli.output import byte_bar, count_bar, narrow_console, reporting
 from mlxcache.cli.show import print_json
 from mlxcache.config import Settings, format_size, load_settings
 

@@ -10,8 +10,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from mlxcache.cli.doctor.finding import Finding, judge
-from mlxcache.cli.progress import Step
+from mlxcache.cli.doctor import Finding, judge
+from mlxcache.cli.output import Step
 from mlxcache.config import disk_limit, format_size
 from mlxcache.disk_calls import sync
 from mlxcache.private import make_folder

@@ -18,8 +18,8 @@ from pathlib import Path
 import psutil
 from packaging.requirements import Requirement
 
-from mlxcache.cli.doctor.finding import Finding, judge
-from mlxcache.cli.own_command import CLONE
+from mlxcache.cli.connect import CLONE
+from mlxcache.cli.doctor import Finding, judge
 from mlxcache.command_buffers import LARGE, buffer_variables
 from mlxcache.config import Settings, format_size, left_to_system, machine_bytes, ram_limit
 from mlxcache.engine.keep_awake import CAFFEINATE

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mlxcache.cache.capacity import Fit, fit, pending_bytes, pool_bytes, transient_bytes
-from mlxcache.cli.doctor.finding import Finding, judge
+from mlxcache.cli.doctor import Finding, judge
 from mlxcache.cli.doctor.machine import Host, ram_budget
 from mlxcache.cli.show import format_size_or_dash
 from mlxcache.config import Settings, disk_limit, format_size

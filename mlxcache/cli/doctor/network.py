@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from mlxcache.cli import show
-from mlxcache.cli.doctor.finding import Finding
+from mlxcache.cli.connect import own_command
+from mlxcache.cli.doctor import Finding
 from mlxcache.cli.listen import IN_USE, CannotListen, PortTaken, listen
-from mlxcache.cli.own_command import own_command
 from mlxcache.cli.ranks import LOCAL, launch_command, read_hosts
 from mlxcache.cli.remote import Remote
 from mlxcache.config import Settings

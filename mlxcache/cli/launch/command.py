@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
+from mlxcache.cli.connect import own_command
 from mlxcache.cli.launch.clients import CLIENTS, ClientName
 from mlxcache.cli.options import Config, Flags, Json, Url, with_settings
 from mlxcache.cli.output import reporting
-from mlxcache.cli.own_command import own_command
 from mlxcache.errors import ConfigError
 
 Client = Annotated[
@@ -62,9 +62,8 @@ class LaunchCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         args = [*(_ALSO_CALLED.get(word, word) for word in args[:1]), *args[1:]]
-        given = list(args)
         try:
-            return super().parse_args(ctx, args)
+            return super().parse_args(ctx, [*args])
         except typer.BadParameter:
             raise
         except Exception as error:
@@ -72,64 +71,38 @@ class LaunchCommand(TyperCommand):
             possible = getattr(error, "possibilities", ...)
             if unknown is None or possible is ...:  # not click's NoSuchOption
                 raise
-            takes_value = {
-                name: not getattr(one, "is_flag", False)
-                for one in self.params
-                for name in one.opts
-                if one.param_type_name == "option"
-            }
-            hint = _dashes_hint(given, unknown, possible or (), takes_value)
+            hint = self._dashes_hint(args, unknown, possible or ())
             if hint is None:
                 raise
             known: Any = type(error)
             raise known(unknown, f"No such option: {unknown}. {hint}", ctx=ctx) from None
 
+    def _dashes_hint(
+        self, given: Sequence[str], unknown: str, possible: Sequence[str]
+    ) -> str | None:
+        """Return a message with a command line in which `--` precedes the client's arguments.
 
-def _dashes_hint(
-    given: Sequence[str], unknown: str, possible: Sequence[str], takes_value: Mapping[str, bool]
-) -> str | None:
-    """Return a message with a command line in which `--` precedes an unknown option.
-
-    Options of `launch` with their values come before it. One of `possible` is suggested too, if it
-    is similar enough. `takes_value` tells of each option of `launch` whether a value follows it.
-    Returns None if no client is named before `unknown`, or if `--` precedes it already.
-    """
-    is_short = not unknown.startswith("--")
-    at = next(
-        (
-            at
-            for at, word in enumerate(given)
-            if word.partition("=")[0] == unknown
-            or (is_short and word.startswith(unknown[:2]) and not word.startswith("--"))
-        ),
-        0,
-    )
-    named = next((word for word in given[:at] if word in list(ClientName)), None)
-    if named is None or "--" in given[:at]:
-        return None
-    own, others = _divided(given[at:], takes_value)
-    words = [*given[:at], *own, "--", *others]
-    like = get_close_matches(unknown, possible, 1, _MISSPELT)
-    return (f"Did you mean {like[0]}? " if like else "") + (
-        f"Arguments for {CLIENTS[ClientName(named)].title} go after `--`: "
-        f"{own_command()} launch {shlex.join(words)}"
-    )
-
-
-def _divided(words: Sequence[str], takes_value: Mapping[str, bool]) -> tuple[list[str], list[str]]:
-    """Divide words into options of `launch` with their values, and all others, without `--`."""
-    own: list[str] = []
-    others: list[str] = []
-    rest = iter(words)
-    for word in rest:
-        if word == "--":
-            others += rest
-        elif word.partition("=")[0] in takes_value:
-            value = next(rest, None) if takes_value.get(word) else None
-            own += [word] if value is None else [word, value]
-        else:
-            others.append(word)
-    return own, others
+        One of `possible` is suggested too, if it is similar enough to the `unknown` option. Returns
+        None if no client is named before it.
+        """
+        parser = self.make_parser(typer.Context(self, ignore_unknown_options=True))
+        found = parser.parse_args([*given])[0]
+        named, others = found["client"], found["arguments"]
+        if named not in list(ClientName):
+            return None
+        own, rest = [], [*others]
+        for word in given:  # the others follow one another among all
+            if word == "--":
+                break
+            if rest and word == rest[0] and named in own:
+                del rest[0]
+            else:
+                own.append(word)
+        like = get_close_matches(unknown, possible, 1, _MISSPELT)
+        return (f"Did you mean {like[0]}? " if like else "") + (
+            f"Arguments for {CLIENTS[ClientName(named)].title} go after `--`: "
+            f"{own_command()} launch {shlex.join([*own, '--', *others])}"
+        )
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

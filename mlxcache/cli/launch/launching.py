@@ -16,7 +16,7 @@ from rich.prompt import Prompt
 from rich.table import Table
 from rich.text import Text
 
-from mlxcache.cli.connect import base_url, current_folder, quote_value
+from mlxcache.cli.connect import base_url, current_folder, own_command, own_sources, quote_value
 from mlxcache.cli.launch.clients import (
     CLIENTS,
     KEY_VARIABLE,
@@ -46,7 +46,6 @@ from mlxcache.cli.launch.processes import (
 from mlxcache.cli.listen import PortTaken, is_taken
 from mlxcache.cli.options import URL_VARIABLE
 from mlxcache.cli.output import can_ask, console
-from mlxcache.cli.own_command import own_command, own_sources
 from mlxcache.cli.remote import Remote
 from mlxcache.cli.show import print_json
 from mlxcache.config import SETTINGS, format_size, load_settings, machine_bytes, read_keys

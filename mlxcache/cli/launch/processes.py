@@ -31,8 +31,7 @@ from mlxcache.cli.connect import base_url
 from mlxcache.cli.launch.clients import Client, Invocation, Service, Setup, without_script_settings
 from mlxcache.cli.listen import IN_USE, listens
 from mlxcache.cli.log import LongReadings, Reading, describe
-from mlxcache.cli.output import console
-from mlxcache.cli.progress import loading_bar
+from mlxcache.cli.output import console, loading_bar
 from mlxcache.cli.remote import ANSWER_S, NoServer, Refused, Remote
 from mlxcache.config import Settings
 from mlxcache.errors import MlxcacheError

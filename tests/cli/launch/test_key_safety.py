@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterator
+from contextlib import ExitStack
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,61 +14,31 @@ from mlxcache.cli.launch.clients import Invocation, Service, Setup, proxy_bypass
 from mlxcache.cli.launch.launching import setup_object, shell_lines
 from mlxcache.cli.launch.processes import query_server
 from mlxcache.cli.remote import NoServer, Remote, proxied
+from tests.cli.answering import answering
 
 KEY = "a-key-of-its-own"
 
 
-class Program(ThreadingHTTPServer):
+class Program:
     """A program that answers every request; `requests` has their paths and keys."""
 
-    def __init__(self, *, ours: bool):
+    def __init__(self, stack: ExitStack, *, ours: bool):
         self.requests: list[tuple[str, str | None]] = []
-        super().__init__(("127.0.0.1", 0), self._answer(ours))
+        self.url = stack.enter_context(answering(self._answer, ours=ours))
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
-
-    def _answer(self, ours: bool) -> type[BaseHTTPRequestHandler]:
-        requests = self.requests
-        body = b'{"data": [{"id": "m", "context_length": 9}]}'
-
-        class Answer(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                requests.append((self.path, self.headers.get("Authorization")))
-                self.send_response(200)
-                self.send_header("Content-Length", str(len(body)))
-                if ours:
-                    self.send_header("X-Mlxcache-Request", "req_1")
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, format: str, *args: object) -> None:
-                """Log nothing."""
-
-        return Answer
+    def _answer(self, request: BaseHTTPRequestHandler) -> Any:
+        self.requests.append((request.path, request.headers.get("Authorization")))
+        return {"data": [{"id": "m", "context_length": 9}]}
 
 
 @pytest.fixture
-def program() -> Iterator[Callable[[bool], Program]]:
-    made: list[Program] = []
-
-    def make(ours: bool) -> Program:
-        made.append(Program(ours=ours))
-        threading.Thread(target=made[-1].serve_forever, args=(0.02,), daemon=True).start()
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.shutdown()
-        one.server_close()
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as made:
+        yield made
 
 
-def test_the_key_is_sent_only_after_the_server_has_identified_itself(
-    program: Callable[[bool], Program],
-) -> None:
-    """`GET /health` is sent without the key."""
-    stranger, ours = program(False), program(True)
+def test_the_key_is_sent_only_after_the_server_has_identified_itself(stack: ExitStack) -> None:
+    stranger, ours = Program(stack, ours=False), Program(stack, ours=True)
     assert Remote(stranger.url, KEY).health() is None
     with pytest.raises(NoServer):
         query_server(stranger.url, KEY)
@@ -79,10 +50,10 @@ def test_the_key_is_sent_only_after_the_server_has_identified_itself(
 
 
 def test_requests_to_this_machine_use_no_proxy(
-    program: Callable[[bool], Program], monkeypatch: pytest.MonkeyPatch
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Proxies of the environment are used for other machines only."""
-    proxy, ours = program(True), program(True)
+    proxy, ours = Program(stack, ours=True), Program(stack, ours=True)
     for name in ("NO_PROXY", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
@@ -111,7 +82,6 @@ def test_requests_to_this_machine_use_no_proxy(
 def test_clients_use_no_proxy_to_this_machine(
     url: str, environ: dict[str, str], expected: str | None
 ) -> None:
-    """`launch` sets NO_PROXY for the client if a proxy is set."""
     service, setup = Service(url, "m", 9), Setup(variables={"X": "1"})
     variables = setup.environment(service, environ)
     given = environ.get("NO_PROXY")

@@ -76,7 +76,6 @@ def test_qwen_code_gets_variables_and_a_file_with_the_context(tmp_path: Path) ->
 
 
 def test_settings_of_a_whole_machine_are_not_replaced(tmp_path: Path) -> None:
-    """Neither those in its folder nor those that a variable names."""
     own = invoked(tmp_path, **{QWEN_SETTINGS: "/their/settings.json"})
     assert configure_qwen(SERVICE, own, machine=()).settings_in is None
     assert configure_qwen(SERVICE, invoked(tmp_path), (tmp_path,)).settings_in is None
@@ -160,7 +159,6 @@ def test_cline_s_session_runs_in_the_client(tmp_path: Path) -> None:
 def test_a_settings_file_that_the_client_replaces_stays_in_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another `launch` beside it does not remove it."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     program = tmp_path / "cline"
     program.write_text(
@@ -260,23 +258,3 @@ def test_continue_gets_a_configuration_for_one_run(tmp_path: Path) -> None:
     assert SERVICE.credential not in text
     own = configure_continue(SERVICE, invoked(tmp_path, "--config", "theirs.yaml"))
     assert own.settings_in is None
-
-
-@pytest.mark.parametrize(
-    ("name", "quiet", "prints"),
-    [
-        (ClientName.QWEN, ("-p", "hello"), ("-p", "hello", "-o", "stream-json")),
-        (ClientName.PI, ("-p", "hello"), ("--mode", "json", "-p", "hello")),
-        (ClientName.COPILOT, ("-p", "hello"), ("-p", "hello", "--output-format=json")),
-        (ClientName.CLINE, None, ("say hello",)),
-        (ClientName.CONTINUE, ("-p", "hello"), ("hello",)),
-    ],
-)
-def test_a_client_that_prints_events_gets_no_line_of_progress(
-    name: ClientName, quiet: tuple[str, ...] | None, prints: tuple[str, ...]
-) -> None:
-    """Nor does one that fills the terminal."""
-    is_quiet = CLIENTS[name].is_quiet
-    assert quiet is None or is_quiet(quiet)
-    assert not is_quiet(prints)
-    assert not is_quiet(())

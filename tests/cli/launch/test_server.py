@@ -7,101 +7,48 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import ExitStack, suppress
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
-from typer.testing import CliRunner, Result
 
 from mlxcache.cli.launch import launching
 from mlxcache.cli.launch.processes import StartedServer, find_free_port, open_log
-from mlxcache.cli.main import app
 from mlxcache.cli.remote import Remote
 from mlxcache.store.lock import serving
-from tests.served import Served, default_signals, served
+from tests.cli.answering import answering
+from tests.cli.launch.conftest import Here
+from tests.served import Served, default_signals
 
 SECONDS = 60.0
-CLIENT = """#!/bin/sh
-[ "$1" = --version ] && echo 1.0.0 && exit
-printenv ANTHROPIC_BASE_URL > "$FAKE_OUTPUT.part"
-mv "$FAKE_OUTPUT.part" "$FAKE_OUTPUT"
-echo $$ > "$FAKE_OUTPUT.pid"
-[ -e "$FAKE_WAIT" ] && exec sleep 600
-exit 7
-"""
-"""A client that records the server's address, and keeps running while a file exists."""
 
 
-class Other(ThreadingHTTPServer):
+class Other(ExitStack):
     """Another mlxcache server that serves. `posted`: paths of POST requests."""
 
     def __init__(self, port: int, *models: dict[str, Any]):
+        super().__init__()
         listed = models or ({"id": "others", "context_length": 9000},)
-        body = json.dumps({"data": listed}).encode()
-        posted = self.posted = list[str]()
+        self.posted: list[str] = []
 
-        class Answer(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                posted.append(self.path)
-                name = self.path.split("/")[-2]
-                self._send(json.dumps({"id": name, "context_length": 7000}).encode())
+        def answer(request: BaseHTTPRequestHandler) -> Any:
+            if request.command == "GET":
+                return {"data": listed}
+            self.posted.append(request.path)
+            return {"id": request.path.split("/")[-2], "context_length": 7000}
 
-            def do_GET(self) -> None:
-                self._send(body)
-
-            def _send(self, body: bytes) -> None:
-                self.send_response(200)
-                self.send_header("Content-Length", str(len(body)))
-                self.send_header("X-Mlxcache-Request", "req_1")
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, format: str, *args: object) -> None:
-                """Say nothing."""
-
-        super().__init__(("127.0.0.1", port), Answer)
-        threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
+        self.url = self.enter_context(answering(answer, port=port))
 
 
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A user's machine: a home, a folder for temporary files, and a client."""
-    agents = ("ANTHROPIC_", "CLAUDE", "MLXCACHE_")
-    for name in [n for n in os.environ if n.startswith(agents)]:
-        monkeypatch.delenv(name)
-    for name in ("home", "bin", "tmp"):
-        (tmp_path / name).mkdir()
-    client = tmp_path / "bin" / "claude"
-    client.write_text(CLIENT)
-    client.chmod(0o755)
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/bin:/usr/bin")
-    monkeypatch.setenv("MLXCACHE_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv("MLXCACHE_PORT", "9")
-    monkeypatch.setenv("FAKE_OUTPUT", str(tmp_path / "output"))
-    monkeypatch.setenv("FAKE_WAIT", str(tmp_path / "wait"))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def launch(*arguments: str, status: int = 7) -> Result:
-    result = CliRunner().invoke(app, ["launch", "claude", *arguments])
-    assert result.exit_code == status, result.output
-    return result
+@pytest.fixture(autouse=True)
+def claude(here: Here) -> None:
+    here.install("claude", "opencode")
 
 
 def until(holds: Callable[[], object]) -> None:
@@ -125,41 +72,32 @@ def quicker(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Other]]:
     monkeypatch.setattr(subprocess, "Popen", start)
     yield made
     for one in made:
-        one.shutdown()
-        one.server_close()
+        one.close()
 
 
 def test_another_server_on_the_port_is_not_used_if_it_serves_another_model(
-    here: Path, toy: Any, quicker: list[Other]
+    here: Here, toy: Any, quicker: list[Other]
 ) -> None:
     """The error is the same as for a server that ran before."""
     port = str(find_free_port("127.0.0.1"))
-    result = launch("--model", str(toy("llama")), "--port", port, status=1)
+    result = here.launch("claude", "--model", str(toy("llama")), "--port", port, status=1)
     assert "Another server started first" in result.stderr
     assert "serves others" in result.stderr
-    assert not (here / "output").exists()
+    assert not here.output.exists()
     assert quicker
 
 
 def test_another_server_on_the_port_is_used_if_no_model_was_given(
-    here: Path, quicker: list[Other]
+    here: Here, quicker: list[Other]
 ) -> None:
-    """It is not stopped, and the output names it."""
-    result = launch("--port", str(find_free_port("127.0.0.1")), "--ram", "1GB")
+    result = here.launch("claude", "--port", str(find_free_port("127.0.0.1")), "--ram", "1GB")
     url = quicker[0].url
     assert f"Another server started first at {url}" in result.stderr
     assert f"Using the server that runs at {url}. It serves others." in result.stderr
     assert "--ram changes nothing" in result.stderr
     assert "keeps running" not in result.stderr
-    assert (here / "output").read_text().strip() == url
+    assert here.variables["ANTHROPIC_BASE_URL"] == url
 
-
-RECORDER = """#!/bin/sh
-[ "$1" = --version ] && echo 1.0.0 && exit
-printenv > "$FAKE_OUTPUT"
-exit 7
-"""
-"""A client that records its environment."""
 
 MODELS: tuple[dict[str, Any], ...] = (
     {"id": "large", "context_length": 9000, "aliases": ["big"], "display_name": "org/large"},
@@ -169,18 +107,10 @@ MODELS: tuple[dict[str, Any], ...] = (
 
 
 @pytest.fixture
-def several(here: Path) -> Iterator[Other]:
+def several() -> Iterator[Other]:
     """A running server with three models, one of which was never loaded."""
-    (here / "bin" / "claude").write_text(RECORDER)
-    (here / "bin" / "opencode").symlink_to("claude")
     with Other(0, *MODELS) as server:
         yield server
-        server.shutdown()
-
-
-def variables(here: Path) -> dict[str, str]:
-    lines = (here / "output").read_text().splitlines()
-    return dict(line.split("=", 1) for line in lines if "=" in line)
 
 
 @pytest.mark.parametrize(
@@ -194,11 +124,11 @@ def variables(here: Path) -> dict[str, str]:
     ],
 )
 def test_the_client_gets_the_model_that_was_asked_for(
-    here: Path, several: Other, flags: tuple[str, ...], sent: tuple[str, str], small: str | None
+    here: Here, several: Other, flags: tuple[str, ...], sent: tuple[str, str], small: str | None
 ) -> None:
     """By name, id or alias, with its own context; one that was never loaded is loaded for that."""
-    result = launch("--url", several.url, *flags)
-    found = variables(here)
+    result = here.launch("claude", "--url", several.url, *flags)
+    found = here.variables
     assert f"It serves {sent[0]}." in result.stderr
     assert (found["ANTHROPIC_MODEL"], found["CLAUDE_CODE_MAX_CONTEXT_TOKENS"]) == sent
     assert found.get("ANTHROPIC_DEFAULT_HAIKU_MODEL") == small
@@ -206,7 +136,7 @@ def test_the_client_gets_the_model_that_was_asked_for(
 
 
 def test_other_clients_get_the_name_of_a_model_that_is_not_the_default(
-    here: Path, several: Other
+    here: Here, several: Other
 ) -> None:
     asked: tuple[tuple[list[str], str, str], ...] = (
         ([], "current-model", "current-model"),
@@ -214,35 +144,32 @@ def test_other_clients_get_the_name_of_a_model_that_is_not_the_default(
         (["--small-model", "small"], "current-model", "small"),
     )
     for flags, sent, small in asked:
-        CliRunner().invoke(app, ["launch", "opencode", "--url", several.url, *flags])
-        found = json.loads(variables(here)["OPENCODE_CONFIG_CONTENT"])
+        here.launch("opencode", "--url", several.url, *flags)
+        found = json.loads(here.variables["OPENCODE_CONFIG_CONTENT"])
         assert (found["model"], found["small_model"]) == (f"mlxcache/{sent}", f"mlxcache/{small}")
         assert {sent, small} == set(found["provider"]["mlxcache"]["models"])
 
 
-def test_a_model_that_is_not_served_is_an_error(here: Path, several: Other) -> None:
-    """So is a small model for a client that takes none."""
-    wrong = launch("--url", several.url, "--model", "tiny", status=1).stderr
+def test_a_model_that_is_not_served_is_an_error(here: Here, several: Other) -> None:
+    wrong = here.launch("claude", "--url", several.url, "--model", "tiny", status=1).stderr
     assert "serves large, small, idle. Name one of them with --model to use it" in wrong
-    wrong = launch("--url", several.url, "--small-model", "tiny", status=1).stderr
+    wrong = here.launch("claude", "--url", several.url, "--small-model", "tiny", status=1).stderr
     assert "has no model 'tiny' for --small-model; its models are large, small, idle." in wrong
-    result = CliRunner().invoke(app, ["launch", "pi", "--url", several.url, "--small-model", "x"])
-    assert result.exit_code == 2
+    result = here.launch("pi", "--url", several.url, "--small-model", "x", status=2)
     assert "--small-model is only for claude and opencode" in result.stderr
-    assert not (here / "output").exists()
+    assert not here.output.exists()
 
 
 @pytest.mark.slow
-def test_with_port_0_another_free_port_is_tried(here: Path, toy: Any, quicker: list[Other]) -> None:
-    """`--port 0` always starts a server."""
+def test_with_port_0_another_free_port_is_tried(here: Here, toy: Any, quicker: list[Other]) -> None:
     flags = ("--model", str(toy("llama")), "--ram", "200MB", "--disk", "off", "--port", "0")
-    result = launch(*flags, "--stop-after")
+    result = here.launch("claude", *flags, "--stop-after")
     assert "started first" in result.stderr
-    assert (here / "output").read_text().strip() != quicker[0].url
+    assert here.variables["ANTHROPIC_BASE_URL"] != quicker[0].url
 
 
 def test_a_server_elsewhere_is_asked_also_where_the_port_is_0(
-    here: Path, monkeypatch: pytest.MonkeyPatch
+    here: Here, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Port 0 is for a server that is started on this machine."""
     monkeypatch.setenv("MLXCACHE_PORT", "0")
@@ -255,7 +182,6 @@ def test_a_server_elsewhere_is_asked_also_where_the_port_is_0(
 def test_a_started_server_is_recognised_by_its_note_or_its_listening_socket(
     tmp_path: Path,
 ) -> None:
-    """Another server at the address does not count."""
     other = Other(0)
     code = (
         "import socket, sys, time\nsys.stdin.readline()\n"
@@ -280,8 +206,7 @@ def test_a_started_server_is_recognised_by_its_note_or_its_listening_socket(
     finally:
         process.kill()
         process.communicate()
-        other.shutdown()
-        other.server_close()
+        other.close()
 
 
 def test_a_log_that_another_server_writes_is_kept(tmp_path: Path) -> None:
@@ -323,9 +248,8 @@ def servers_of(pid: int) -> list[psutil.Process]:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_while_the_server_loads_ends_that_server_too(
-    here: Path, toy: Any, number: int
+    here: Here, toy: Any, number: int
 ) -> None:
-    """No client is started."""
     flags = ("--model", str(toy("llama")), "--ram", "200MB", "--disk", "off", "--port", "0")
     process = started_launch(*flags)
     children: list[psutil.Process] = []
@@ -341,45 +265,39 @@ def test_a_signal_while_the_server_loads_ends_that_server_too(
             if child.is_running():
                 child.kill()
     assert b"Stopping the server" in told
-    assert not (here / "output").exists()
-
-
-@pytest.fixture(scope="module")
-def server(toy: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    flags = ("--model", str(toy("llama")), "--ram", "200MB", "--disk", "off", "--context", "4096")
-    with served(*flags, home=tmp_path_factory.mktemp("home")) as running:
-        yield running
+    assert not here.output.exists()
 
 
 @pytest.mark.slow
 def test_the_settings_file_of_a_killed_command_is_removed_after_its_client_ended(
-    here: Path, server: Served, monkeypatch: pytest.MonkeyPatch
+    here: Here, server: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the next command, since it may hold a key; files of others are kept."""
-    theirs = here / "home" / ".claude" / "settings.json"
+    theirs = here.home / ".claude" / "settings.json"
     theirs.parent.mkdir()
     theirs.write_text(json.dumps({"env": {"ANTHROPIC_AUTH_TOKEN": "sk"}}))
-    foreign = here / "tmp" / "mlxcache-launch-notes"
+    foreign = here.temporary / "mlxcache-launch-notes"
     foreign.mkdir()
     (foreign / "notes").write_text("x")
 
     def files() -> list[Path]:
-        return list((here / "tmp").glob("mlxcache-launch-*/settings.json"))
+        return list(here.temporary.glob("mlxcache-launch-*/settings.json"))
 
-    (here / "wait").touch()
+    here.wait.touch()
     process = started_launch("--url", server.url)
-    until((here / "output.pid").exists)
-    client = int((here / "output.pid").read_text())
+    pid = here.output.with_name("output.pid")
+    until(pid.exists)
+    client = int(pid.read_text())
     (left,) = files()
     assert left.stat().st_mode & 0o777 == 0o600
     process.kill()
     process.wait()
-    monkeypatch.setenv("FAKE_WAIT", str(here / "no"))
-    launch("--url", server.url)
+    monkeypatch.setenv("FAKE_WAIT", str(here.folder / "no"))
+    here.launch("claude", "--url", server.url)
     assert files() == [left]  # its client still runs
     os.kill(client, signal.SIGKILL)
     until(lambda: not psutil.pid_exists(client))
-    launch("--url", server.url)
+    here.launch("claude", "--url", server.url)
     assert files() == []
     assert not left.parent.exists()
     assert (foreign / "notes").exists()

@@ -99,6 +99,15 @@ def test_what_a_client_printed_is_never_overwritten(monkeypatch: pytest.MonkeyPa
         (ClientName.CODEX, ["exec", "hello"], True),
         (ClientName.CODEX, ["exec", "--json", "hello"], False),
         (ClientName.CODEX, ["-p", "profile"], False),
+        (ClientName.QWEN, ["-p", "hello"], True),
+        (ClientName.QWEN, ["-p", "hello", "-o", "stream-json"], False),
+        (ClientName.PI, ["-p", "hello"], True),
+        (ClientName.PI, ["--mode", "json", "-p", "hello"], False),
+        (ClientName.COPILOT, ["-p", "hello"], True),
+        (ClientName.COPILOT, ["-p", "hello", "--output-format=json"], False),
+        (ClientName.CLINE, ["say hello"], False),
+        (ClientName.CONTINUE, ["-p", "hello"], True),
+        (ClientName.CONTINUE, ["hello"], False),
     ],
 )
 def test_nothing_is_drawn_over_a_client_that_owns_the_terminal(
