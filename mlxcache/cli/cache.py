@@ -19,7 +19,7 @@ from mlxcache.cli.options import TARGET, Where, find_server, located, positive_s
 from mlxcache.cli.output import Yes, confirm, console, count_bar, reporting, require_terminal_or_yes
 from mlxcache.cli.show import Result, format_count, format_duration
 from mlxcache.config import Settings, format_size, load_settings
-from mlxcache.config.remote import read_remote_key
+from mlxcache.config.keys import read_remote_key
 from mlxcache.config.values import read_duration
 from mlxcache.errors import ConfigError
 

@@ -15,19 +15,15 @@ _LIMITS = ("memory.max", "memory.high", "memory.limit_in_bytes")
 
 
 def memory_limit(root: Path = ROOT, own: Path = OWN) -> int | None:
-    """Return the lowest memory limit of this process's control groups, in bytes.
-
-    Returns None if no group has a limit. Arguments are those of `memory_groups`.
-    """
+    """Return the lowest memory limit of this process's control groups, in bytes."""
     limits = (_number(folder / name) for folder in memory_groups(root, own) for name in _LIMITS)
     return min((limit for limit in limits if limit is not None), default=None)
 
 
 def memory_use(root: Path = ROOT, own: Path = OWN) -> float:
-    """Return the memory use of the fullest control group, as a part of its limit.
+    """Return the memory use of the fullest control group, as a part of its limit; 0 without one.
 
-    The result is 0 without a limit, and 1 if the limit is reached. The inactive page cache does not
-    count as used, because the kernel can reclaim it. Arguments are those of `memory_groups`.
+    The inactive page cache does not count as used, because the kernel can reclaim it.
     """
     return max(map(_use, memory_groups(root, own)), default=0.0)
 
@@ -44,8 +40,8 @@ def _use(folder: Path) -> float:
 def memory_groups(root: Path = ROOT, own: Path = OWN) -> Iterator[Path]:
     """Yield the folders of this process's memory control groups and of the groups above them.
 
-    `root`: the folder where control groups are mounted. Inside a container, the process's own group
-    is mounted there, whatever its path is. `own`: the file that lists the process's groups.
+    Inside a container, the process's own group is mounted at `root`, whatever its path is. `own`:
+    the file that lists the process's groups.
     """
     yield from (root, root / "memory")
     try:
@@ -63,10 +59,7 @@ def memory_groups(root: Path = ROOT, own: Path = OWN) -> Iterator[Path]:
 
 
 def _number(path: Path) -> int | None:
-    """Read the whole number in a file; return None if it has none, or stands for no limit.
-
-    Values of 2**60 and more, and 0, stand for no limit. A missing file has no number.
-    """
+    """Read the whole number in a file; None if it has none, or stands for no limit."""
     try:
         found = int(path.read_text())
     except (OSError, ValueError):
@@ -75,10 +68,7 @@ def _number(path: Path) -> int | None:
 
 
 def _field(path: Path, *names: str) -> int:
-    """Return the number of the first of `names` in a file whose lines are `NAME NUMBER`.
-
-    `names` are tried in order. Returns 0 if none is found or the file cannot be read.
-    """
+    """Return the number of the first of `names` in a file whose lines are `NAME NUMBER`, or 0."""
     try:
         lines = dict(line.split(" ", 1) for line in path.read_text().splitlines())
         return next((int(lines[name]) for name in names if name in lines), 0)

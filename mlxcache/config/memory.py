@@ -36,8 +36,6 @@ _MAC_LEVEL = "kern.memorystatus_vm_pressure_level"
 
 
 class PressureLevel(IntEnum):
-    """Level of memory pressure: normal, warning or critical, as macOS distinguishes them."""
-
     NORMAL = 0
     WARNING = 1
     CRITICAL = 2
@@ -45,10 +43,7 @@ class PressureLevel(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class MemoryPressure:
-    """A level of memory pressure, and in `why` the observation that led to it, as text.
-
-    `why` is empty for `NORMAL`.
-    """
+    """A level of memory pressure, and the observation that led to it, empty for `NORMAL`."""
 
     level: PressureLevel
     why: str = ""
@@ -58,15 +53,12 @@ NO_PRESSURE = MemoryPressure(PressureLevel.NORMAL)
 
 
 def read_pressure() -> MemoryPressure:
-    """Read the memory pressure of this machine, on Linux also that of this process's cgroups."""
     return read_mac_pressure() if sys.platform == "darwin" else read_linux_pressure()
 
 
 def read_mac_pressure(ask: Callable[[str], int | None] | None = None) -> MemoryPressure:
-    """Read the memory pressure level of the macOS kernel.
+    """Read the memory pressure level of the macOS kernel: 1 normal, 2 a warning, 4 critical.
 
-    The kernel's numbers are 1 for normal, 2 for a warning and 4 for critical. `ask` returns a
-    kernel value by its name, or None. Without one of these numbers, the level is normal.
     Source: https://developer.apple.com/documentation/dispatch/dispatchsource/memorypressureevent
     """
     number = (ask or _sysctl)(_MAC_LEVEL)
@@ -85,10 +77,9 @@ def read_linux_pressure(
 ) -> MemoryPressure:
     """Derive the memory pressure on Linux from memory stalls and from memory in use.
 
-    Returns the highest level found. Stalls are the times in which tasks wait for memory, as PSI
-    (pressure stall information) reports them: `stalls` is its file for the machine, and each
-    control group has one too. `root` and `own` are those of `memory_groups`. `free` returns the
-    available part of the machine's memory, from 0 to 1; by default it is measured.
+    Returns the highest level found. `stalls`: the file of PSI (pressure stall information) for the
+    machine; each control group has one too. `free` returns the available part of the machine's
+    memory.
     """
     found = [NO_PRESSURE]
     files = [stalls, *(folder / "memory.pressure" for folder in memory_groups(root, own))]
@@ -110,11 +101,7 @@ def read_linux_pressure(
 
 
 def _averages(path: Path) -> tuple[float, float]:
-    """Read `some avg10` and `full avg10` of a PSI (pressure stall information) file, in percent.
-
-    These are the parts of the last 10 s in which some, or all, tasks waited for memory. Returns
-    zeros if the file cannot be read.
-    """
+    """Read `some avg10` and `full avg10` of a PSI file, in percent; zeros if it cannot be read."""
     found = {"some": 0.0, "full": 0.0}
     try:
         for line in path.read_text().splitlines():
@@ -131,7 +118,6 @@ def _free() -> float:
 
 
 def _sysctl(name: str) -> int | None:
-    """Read an integer of the macOS kernel by its name; return None if the name is unknown."""
     value, size = ctypes.c_int(0), ctypes.c_size_t(ctypes.sizeof(ctypes.c_int))
     try:
         library = ctypes.CDLL(ctypes.util.find_library("c"))
@@ -155,11 +141,10 @@ _INFO_BYTES = 96
 
 
 def read_footprint(pid: int | None = None) -> int:
-    """Return the bytes of memory that process `pid` occupies, by default this process.
+    """Return the bytes of memory that a process, by default this one, occupies; 0 if it has ended.
 
     On macOS this is the physical footprint, which Activity Monitor shows and which includes Metal's
-    buffers; elsewhere it is the resident set. Returns 0 if the process has ended or may not be
-    inspected.
+    buffers; elsewhere it is the resident set.
     """
     pid = os.getpid() if pid is None else pid
     if sys.platform == "darwin":
@@ -199,11 +184,10 @@ def _proc_pid_rusage() -> Callable[[int, int, ctypes.Array[ctypes.c_char]], int]
 
 
 def trim_heap() -> bool:
-    """Return unused heap pages to the operating system. Blocks for about 2 ms.
+    """Return unused heap pages to the operating system; False if the C library has no call for it.
 
     Threads that allocate in parallel leave holes in the heap, which amount to tens of megabytes in
-    a server that runs for hours. Returns False, and does nothing, if the C library has no call for
-    it.
+    a server that runs for hours. Blocks for about 2 ms.
     """
     call = heap_trimmer()
     if call is None:
@@ -214,9 +198,8 @@ def trim_heap() -> bool:
 
 @cache
 def heap_trimmer() -> Callable[[], object] | None:
-    """Return a function that returns unused heap pages to the system; None if there is none.
+    """Return `malloc_trim` of glibc or `malloc_zone_pressure_relief` of macOS, if there is one.
 
-    It calls `malloc_trim` of glibc or `malloc_zone_pressure_relief` of macOS.
     Sources: https://man7.org/linux/man-pages/man3/malloc_trim.3.html,
     https://github.com/apple-oss-distributions/libmalloc/blob/main/include/malloc/malloc.h
     """

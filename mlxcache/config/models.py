@@ -13,14 +13,12 @@ from mlxcache.config.sizes import parse_size
 from mlxcache.errors import ConfigError
 
 Keep = Literal["always", "demand"] | float
-"""Time for which an unused model stays loaded.
+"""Time for which an unused model stays loaded: always, or until another model needs its memory.
 
-"always": it is never unloaded. "demand": until another model needs its memory. A number: that many
-seconds, or until another model needs its memory.
+A number: that many seconds at most.
 """
 
 DEMO_ID = "mlxcache-demo"
-"""Name of the built-in demo model, as clients see it."""
 
 _SNAPSHOT = re.compile(r"models--(?P<org>.+?)--(?P<name>.+)")
 
@@ -29,14 +27,10 @@ _SNAPSHOT = re.compile(r"models--(?P<org>.+?)--(?P<name>.+)")
 class ModelEntry:
     """A model that a server offers, with the settings of its own.
 
-    `model`: path or Hub id, None for the built-in demo. `name`: key of its table in config.toml,
-    None without one. `aliases`: further names that requests may use. `keep`: how long it stays
-    loaded while unused, None for the server's default. `ram`: the most that its weights and KV may
-    take together, as a size or a percentage of `--ram`, None for no limit of its own. The other
-    fields are those of `Settings`; one that is None or empty leaves the server's setting in force.
-    `id`, derived from `model`: the name that clients see if there is no `name`.
-
-    Raises ConfigError if the demo is combined with an adapter or a draft model.
+    `model`: path or Hub id, None for the built-in demo. `name`: key of its table in config.toml.
+    `keep`: None for the server's default. `ram`: the most that its weights and KV may take
+    together. A field that is None or empty leaves the server's setting in force. `id`, derived from
+    `model`: the name that clients see if there is no `name`.
     """
 
     model: str | None
@@ -59,26 +53,19 @@ class ModelEntry:
 
     @property
     def label(self) -> str:
-        """Name under which the server lists the model: `name`, or `id` without one."""
         return self.name or self.id
 
     def share_of(self, budget: int) -> int | None:
-        """Return the limit in bytes of the model's weights and KV together; None without `ram`."""
         return None if self.ram is None else parse_size(self.ram, total=budget)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return all names that requests may use: the label, the id and the aliases."""
         return tuple(dict.fromkeys((self.label, self.id, *self.aliases)))
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Model for requests whose model name matches a pattern.
-
-    `pattern`: shell pattern with `*`, `?` and `[...]`, compared without regard to case. `name`: a
-    name of the model, as in `ModelEntry.names`.
-    """
+    """Model for requests whose model name matches a shell pattern, without regard to case."""
 
     pattern: str
     name: str
@@ -89,9 +76,8 @@ def match_model(
 ) -> int:
     """Return the index in `entries` of the model for a request that names `requested`.
 
-    `requested` is compared with the names of all entries, then with their ids, then with their
-    aliases; then with all of these without regard to case; then with the patterns of `routes`, of
-    which the first that matches counts. All other requests get the first entry, the default model.
+    Its own names come before the patterns of `routes`, of which the first that matches counts. All
+    other requests get the first entry, the default model.
     """
     if not requested:
         return 0
@@ -125,7 +111,6 @@ def find_model(name: str, entries: Sequence[ModelEntry]) -> int | None:
 
 
 def check_names(entries: Sequence[ModelEntry]) -> None:
-    """Raise ConfigError if two models have the same name or alias."""
     owner: dict[str, str] = {}
     for entry in entries:
         for name in dict.fromkeys(one.lower() for one in (entry.label, *entry.aliases)):
@@ -138,7 +123,6 @@ def check_names(entries: Sequence[ModelEntry]) -> None:
 
 
 def check_routes(routes: Sequence[Route], entries: Sequence[ModelEntry]) -> None:
-    """Raise ConfigError if the `name` of a route is no name, id or alias of one of `entries`."""
     for route in routes:
         if find_model(route.name, entries) is None:
             known = ", ".join(dict.fromkeys(entry.label for entry in entries))

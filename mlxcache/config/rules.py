@@ -18,19 +18,12 @@ RULES: Mapping[str, bool] = {
     "thinking": True,
     "replay": True,
 }
-"""Map from each canonicalisation rule to True if it is on by default; see
-`mlxcache.prompt.canonical`.
-"""
 
 _WORDS = {"on": True, "true": True, "off": False, "false": False}
 
 
 def read_rules(value: object) -> Mapping[str, bool]:
-    """Parse switches of canonicalisation rules into a map from rule to on (True) or off.
-
-    `value`: a table, a text such as `RULE=on,RULE=off`, or a list of such texts. Raises ValueError
-    for any other value and for an unknown rule.
-    """
+    """Parse switches of canonicalisation rules: a table, `RULE=on,RULE=off`, or a list of these."""
     if isinstance(value, Mapping):
         pairs = [(str(name), state) for name, state in value.items()]
     else:

@@ -14,12 +14,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mlxcache.config.folder import default_cache_dir
-from mlxcache.config.model_values import (
-    read_idle,
-    read_model_names,
-    read_models,
-    read_routes,
-)
 from mlxcache.config.models import Keep, ModelEntry, Route, check_names, check_routes, match_model
 from mlxcache.config.remote import RemoteUrl, read_remote_url
 from mlxcache.config.rules import RULES, read_rules
@@ -28,13 +22,18 @@ from mlxcache.config.values import (
     NO_LIMIT,
     check_ram,
     check_size_or_off,
+    read_context,
     read_files,
+    read_idle,
     read_kv_bits,
     read_level,
+    read_model_names,
+    read_models,
     read_number,
     read_on_off,
     read_origins,
     read_path,
+    read_routes,
     read_seconds,
     read_secrets,
     read_speculate,
@@ -49,12 +48,10 @@ ENV_PREFIX = "MLXCACHE_"
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 MOST_DRAFTED = 15
-"""Maximum number of tokens drafted at once; one more would be as long as the shortest prefill
-chunk.
-"""
+"""Most tokens drafted at once; one more would be as long as the shortest prefill chunk."""
 
 MOST_GUESSED = 31
-"""Maximum number of tokens guessed at once; with the token before them a pass has 32."""
+"""Most tokens guessed at once; with the token before them a pass has 32."""
 
 _MODEL, _MEMORY, _RANKS = "Model", "Memory and speed", "Several machines"
 _SERVER, _OTHER = "Server", "Other"
@@ -62,12 +59,11 @@ _SERVER, _OTHER = "Server", "Other"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """Description of one setting: its name, its parser and the texts of its flag.
+    """Description of one setting.
 
-    `read` converts a flag, a variable or a TOML value to the value of the setting, and raises
-    ValueError, TypeError or ConfigError if it is not valid. `panel`: the heading of the flag in
-    --help. `metavar`: the placeholder of its value in --help, empty for a switch. `default`: the
-    default in words, for the table of settings. `repeatable`: the flag may be given several times.
+    `read` converts a flag, a variable or a TOML value, and raises ValueError, TypeError or
+    ConfigError. `panel`: the heading of the flag in --help. `metavar`: the placeholder of its
+    value, empty for a switch. `default`: the default in words, for the table of settings.
     `only_key`: there is a key in config.toml, but neither flag nor variable.
     """
 
@@ -82,12 +78,10 @@ class Setting:
 
     @property
     def flag(self) -> str:
-        """Name of the command-line flag, such as `--max-tokens`."""
         return "--" + self.name.replace("_", "-")
 
     @property
     def variable(self) -> str:
-        """Name of the environment variable, such as `MLXCACHE_MAX_TOKENS`."""
         return ENV_PREFIX + self.name.upper()
 
 
@@ -103,7 +97,6 @@ def _setting(
     only_key: bool = False,
     secret: bool = False,
 ) -> Any:
-    """Make a dataclass field of `Settings` whose metadata describe the setting."""
     if shown is None and isinstance(default, str | int) and not isinstance(default, bool):
         shown = str(default)
     entry = {
@@ -121,7 +114,6 @@ def _setting(
 
 
 def _switch(panel: str, help: str) -> Any:
-    """Make the field of a setting that is off by default and whose flag takes no value."""
     return _setting(panel, False, read_switch, "", help)
 
 
@@ -129,13 +121,10 @@ def _switch(panel: str, help: str) -> Any:
 class Settings:
     """All settings of `mlxcache serve`, in the order of its help. Lengths are in tokens.
 
-    None means no limit, or the default that the help names. `ram_limit` and `disk_limit` convert
-    `ram` and `disk` to bytes; `read_keys` collects the API keys. `canonicalise` holds only the
-    rules that were switched explicitly; `rules` has all of them.
-
-    `models` is empty if one model is served that has no table of its own; `entries` is never empty.
-    If `models` is given, `model` is that of the first entry. Raises ConfigError if two values
-    contradict each other.
+    None means no limit, or the default that the help names. `canonicalise` holds only the rules
+    that were switched explicitly; `rules` has all of them. `models` is empty if one model is served
+    that has no table of its own; `entries` is never empty. If `models` is given, `model` is that of
+    the first entry.
     """
 
     model: str | None = _setting(
@@ -241,7 +230,7 @@ class Settings:
     context: int | None = _setting(
         _MEMORY,
         None,
-        read_number(16, NO_LIMIT, example=32768),
+        read_context,
         "N",
         "Most tokens of a prompt and its reply together.",
         shown="the model's own",
@@ -511,18 +500,15 @@ class Settings:
         )
 
     def for_request(self, requested: str | None) -> Settings:
-        """Return the settings of the model that answers a request for the name `requested`."""
         return self.for_model(self.entries[match_model(requested, self.entries, self.route)])
 
     def keep_for(self, entry: ModelEntry) -> Keep:
-        """Return how long `entry` stays loaded while unused: its `keep`, else `idle_unload`."""
         if entry.keep is not None:
             return entry.keep
         return "demand" if self.idle_unload is None else self.idle_unload
 
     @property
     def rules(self) -> Mapping[str, bool]:
-        """Map from the name of each canonicalisation rule to True if it is on, else False."""
         if self.no_canonicalise:
             return dict.fromkeys(RULES, False)
         return {**RULES, **self.canonicalise}
@@ -531,7 +517,7 @@ class Settings:
 SETTINGS: Mapping[str, Setting] = {
     one.name: Setting(name=one.name, **one.metadata) for one in fields(Settings)
 }
-"""Entry of each setting by its name, which is its key in config.toml, in the order of --help."""
+"""Entry of each setting by its key in config.toml, in the order of --help."""
 
 CONFIG = Setting(
     name="config",
@@ -542,11 +528,9 @@ CONFIG = Setting(
     "Default: config.toml in the user's configuration folder.",
     default="config.toml in the user's configuration folder",
 )
-"""Flag and variable of the path of config.toml; there is no key for it."""
 
 
 def is_loopback(host: str) -> bool:
-    """Return True for localhost and loopback addresses, and False for any other host."""
     if host == "localhost":
         return True
     try:

@@ -17,13 +17,11 @@ MIN_RAM = 64_000_000
 """Minimum of `auto` for RAM in bytes, enough for short conversations."""
 
 LEAST_LEFT, MOST_LEFT = 4 * 10**9, 16 * 10**9
-"""Least and most bytes of a Mac's memory that `left_to_system` returns."""
 
 WIRED_SHARE = 2 / 3
 """Share of the memory above which `--wire auto` wires weights and budget."""
 
 MOST_DISK = 200 * 10**9
-"""Maximum of `auto` for the disk tier, in bytes."""
 
 LEAST_RAM = "8MB"
 """Memory in which the built-in demo model runs on every machine, to be named in errors."""
@@ -35,7 +33,6 @@ LEAST_BARE = 1_000_000
 """Bytes below which a number without a unit is refused, because the unit was probably forgotten."""
 
 Size = int | float | Literal["auto"]
-"""Bytes, a part of the memory or the disk (0 < part <= 1), or `auto`."""
 
 _UNITS = {"": 1, "B": 1} | {
     prefix + suffix: base**power
@@ -48,11 +45,10 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]{0,3}|%)")
 def read_size(text: str | int) -> Size:
     """Parse a size: bytes (int), a part of the machine's memory or disk (float), or "auto".
 
-    The part is written as a percentage: `25%` becomes 0.25. Decimal units are powers of 1000 (`KB`,
-    `MB`, `GB`, `TB`, also without the B), binary ones powers of 1024 (`KiB`, `MiB`, `GiB`, `TiB`).
-    Case does not matter, and a number without a unit is bytes. Raises ConfigError for anything
-    else, for 0, for more than 100%, and for a text with a number below `LEAST_BARE` and no unit;
-    the message then names the unit that was probably meant.
+    Decimal units are powers of 1000 (`KB`, `MB`, also without the B), binary ones powers of 1024
+    (`KiB`). Case does not matter. Raises ConfigError for anything else, for 0, for more than 100%,
+    and for a text with a number below `LEAST_BARE` and no unit; the message then names the unit
+    that was probably meant.
     """
     if isinstance(text, int) and not isinstance(text, bool):
         return _positive(text, text)
@@ -78,11 +74,7 @@ def read_size(text: str | int) -> Size:
 
 
 def parse_size(text: str | int, *, total: int) -> int | None:
-    """Convert a size to bytes, with `total` bytes as 100%; return None for "auto".
-
-    `512MB` is 512,000,000, `8GiB` is 8 * 2**30, `25%` is a quarter of `total`, and an int is bytes.
-    Raises ConfigError if `text` is not a size.
-    """
+    """Convert a size to bytes, with `total` bytes as 100%; return None for "auto"."""
     size = read_size(text)
     if size == "auto":
         return None
@@ -94,12 +86,9 @@ def ram_limit(
 ) -> int:
     """Return the budget in bytes for all memory that MLX holds besides the weights.
 
-    An explicit size is used unchanged, and a percentage is of `machine_bytes`. For `auto`, subtract
-    `weights_bytes` from the memory, and take a part of the difference. On Metal the memory is
-    `working_set_bytes`, and the part is three quarters; elsewhere it is `machine_bytes`, and half,
-    so that other programs have memory too. The result of `auto` is at least 64 MB.
-    `working_set_bytes`: the maximum of memory that Metal recommends, None without Metal. Raises
-    ConfigError if `setting` is not a size.
+    `auto` takes a part of the memory that the weights leave: on Metal three quarters of its working
+    set, elsewhere half of the machine's, so that other programs have memory too; at least 64 MB.
+    `working_set_bytes` is None without Metal.
     """
     explicit = parse_size(setting, total=machine_bytes)
     if explicit is not None:
@@ -112,8 +101,7 @@ def memory_for(machine_bytes: int, working_set_bytes: int | None) -> int:
     """Return the bytes available to a model and its cache: at most Metal's working set.
 
     Above the working set the system begins to page. A user can raise it, but what is left to the
-    system stays free. `machine_bytes`: bytes of the machine's memory. `working_set_bytes` is None
-    without Metal.
+    system stays free.
     """
     if working_set_bytes is None:
         return machine_bytes
@@ -135,8 +123,8 @@ def wired_size(setting: str | int, *, machine_bytes: int, needed_bytes: int) -> 
     `auto` wires `needed_bytes`, those of weights and budget, if they are more than two thirds of
     `machine_bytes`: models that nearly fill the memory have decoded 40 times slower unwired. Below,
     nothing is wired: with concurrent requests and much eviction, wired memory has led to kernel
-    panics within minutes, and unwired memory to none. Raises ConfigError for a wrong setting.
-    Source: https://github.com/ml-explore/mlx/issues/3186,
+    panics within minutes, and unwired memory to none. Source:
+    https://github.com/ml-explore/mlx/issues/3186,
     https://github.com/osaurus-ai/vmlx-swift/issues/418
     """
     if setting == "off":
@@ -150,8 +138,7 @@ def wired_size(setting: str | int, *, machine_bytes: int, needed_bytes: int) -> 
 def explain_auto(whole: int, weights: int, *, metal: bool) -> str:
     """Describe in words how `ram_limit` computes the budget of `auto`.
 
-    `whole`: the result of `memory_for`, in bytes. `weights`: bytes of the model's weights, 0 if the
-    budget includes the weights of several models. `metal`: MLX computes on Metal.
+    `weights` is 0 if the budget includes the weights of several models.
     """
     share = "three quarters" if metal else "half"
     whose = "that Metal may use here" if metal else "of this machine"
@@ -164,9 +151,9 @@ def explain_auto(whole: int, weights: int, *, metal: bool) -> str:
 def disk_limit(setting: str | int, folder: Path) -> int:
     """Return the limit in bytes of the disk tier in `folder`, or 0 for "off".
 
-    `folder` need not exist. A percentage is of the whole disk that holds `folder`. `auto` is a
-    quarter of the free space, in which the files already in `folder` count as free, and at most 200
-    GB. Raises ConfigError if `setting` is not a size or is below `LEAST_DISK` bytes.
+    A percentage is of the whole disk. `auto` is a quarter of the free space, in which the files
+    already in `folder` count as free, and at most 200 GB. Raises ConfigError below `LEAST_DISK`
+    bytes.
     """
     if setting == "off":
         return 0
@@ -191,10 +178,7 @@ def machine_bytes() -> int:
 
 
 def format_size(size: int) -> str:
-    """Format a number of bytes in decimal units: 8589934592 becomes "8.6 GB".
-
-    `parse_size` reads the result for 1 KB and more; below, the result is such as "500 bytes".
-    """
+    """Format a number of bytes in decimal units: 8589934592 becomes "8.6 GB"."""
     for unit, scale in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
         if size >= scale:
             number = f"{size / scale:.1f}".removesuffix(".0")

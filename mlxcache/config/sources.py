@@ -22,7 +22,6 @@ from mlxcache.utf8 import NotUtf8, read_utf8
 
 
 def default_config_path() -> Path:
-    """Return the path of config.toml in the platform's user configuration directory."""
     return platformdirs.user_config_path("mlxcache") / "config.toml"
 
 
@@ -63,7 +62,6 @@ class _Given:
 
 
 def _over_file(flags: Mapping[str, object], environ: Mapping[str, str]) -> dict[str, _Given]:
-    """Read the settings given as variables or flags, by name; flags override variables."""
     given: dict[str, _Given] = {}
     for name, setting in SETTINGS.items():
         if not setting.only_key and environ.get(setting.variable):
@@ -78,10 +76,9 @@ def _over_file(flags: Mapping[str, object], environ: Mapping[str, str]) -> dict[
 def _models(given: Mapping[str, _Given]) -> dict[str, Any]:
     """Return the settings `models`, `route` and, unless the demo is served, `model`, by name.
 
-    `given` has all settings that were given, by name. Names given as `model` choose tables of
-    `models`; a name without a table is a path or Hub id. The result's `models` has the chosen ones;
-    it is empty if a single model is served that has no table. Flags and variables override what a
-    table sets. Raises ConfigError if names or routes contradict each other.
+    Names given as `model` choose tables of `models`; a name without a table is a path or Hub id.
+    The result's `models` is empty if a single model is served that has no table. Flags and
+    variables override what a table sets.
     """
     names, tables = given.get("model"), given.get("models")
     known: Sequence[ModelEntry] = tables.value if tables is not None else ()
@@ -116,7 +113,6 @@ def _models(given: Mapping[str, _Given]) -> dict[str, Any]:
 def _routes(
     given: _Given | None, known: Sequence[ModelEntry], chosen: Sequence[ModelEntry]
 ) -> tuple[Route, ...]:
-    """Return the routes of the setting `given` that lead to one of the `chosen` models."""
     if given is None:
         return ()
     with _naming(given):
@@ -134,9 +130,7 @@ def unknown_variables(
 ) -> list[tuple[str, str | None]]:
     """Return unknown variables that begin with MLXCACHE_, each with the most similar known one.
 
-    `environ`: the environment variables; empty ones are ignored. The second item of a pair is None
-    if no known variable is similar. The variables of all settings, `MLXCACHE_CONFIG` and the names
-    in `more` are known.
+    Empty variables are ignored. The names in `more` are known too.
     """
     own = (one for one in (*SETTINGS.values(), CONFIG) if not one.only_key)
     known = {*more, *(one.variable for one in own)}
@@ -189,7 +183,6 @@ def _read(setting: Setting, value: object, source: str, *, in_file: bool = False
 
 @contextmanager
 def _naming(given: _Given | None) -> Iterator[None]:
-    """Begin the message of a ConfigError raised in the block with the source of `given`."""
     try:
         yield
     except ConfigError as error:

@@ -14,32 +14,26 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from mlxcache.config.models import Keep, ModelEntry, Route
 from mlxcache.config.sizes import LEAST_RAM, read_size
 from mlxcache.errors import ConfigError
 
 NO_LIMIT = 10**12
-"""An upper bound of `read_number` that error messages do not mention."""
 
 LONGEST_S = 30 * 86400.0
-"""Longest period in seconds that `read_seconds` accepts."""
 
 
 _UNITS_S = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def read_text(value: object) -> str:
-    """Return a text unchanged. Raises ValueError if it is empty, and for any other type."""
     if not isinstance(value, str) or not value:
         raise ValueError(f"must be a text that is not empty, not {value!r}")
     return value
 
 
 def read_secrets(value: object) -> tuple[str, ...]:
-    """Read an API key or a list of API keys, and remove duplicates.
-
-    Raises ValueError for a key that is empty or not printable ASCII; the message does not repeat
-    the key.
-    """
+    """Read an API key or a list of API keys; messages do not repeat the key."""
     given = value if isinstance(value, list | tuple) else [value]
     return tuple(dict.fromkeys(_secret(one) for one in given))
 
@@ -53,8 +47,7 @@ def _secret(value: object) -> str:
 def read_origins(value: object) -> tuple[str, ...]:
     """Read web origins from a list or from a text that separates them by commas.
 
-    Origins are normalised to the form in which browsers send them. Raises ValueError for anything
-    that is not an origin, such as a wildcard.
+    Origins are normalised to the form in which browsers send them.
     """
     given = value.split(",") if isinstance(value, str) else value
     if not isinstance(given, list | tuple):
@@ -73,12 +66,10 @@ def _origin(value: object) -> str:
 
 
 def read_path(value: object) -> Path:
-    """Read a path and expand `~`. It need not exist. Raises ValueError for an empty text."""
     return Path(value if isinstance(value, Path) else read_text(value)).expanduser()
 
 
 def read_files(value: object) -> tuple[Path, ...]:
-    """Read the paths of existing files from a list or from a text."""
     given = value.split(os.pathsep) if isinstance(value, str) else value
     if not isinstance(given, list | tuple):
         raise ValueError(f"must be a file or a list of files, not {value!r}")
@@ -90,8 +81,6 @@ def read_files(value: object) -> tuple[Path, ...]:
 
 
 def read_number(least: int, most: int, *, example: int) -> Callable[[object], int]:
-    """Return a parser of whole numbers from `least` to `most`, both included."""
-
     def read(value: object) -> int:
         try:
             number = int(value) if isinstance(value, str | int) else None
@@ -106,7 +95,6 @@ def read_number(least: int, most: int, *, example: int) -> Callable[[object], in
 
 
 def read_seconds(value: object) -> float:
-    """Read a period in seconds. Raises ValueError unless it is above 0 and at most `LONGEST_S`."""
     try:
         seconds = float(value) if isinstance(value, str | int | float) else math.nan
     except ValueError:
@@ -132,14 +120,12 @@ def read_duration(value: object) -> float:
 
 
 def read_kv_bits(value: object) -> int:
-    """Read the number of bits of a quantised KV cache. Raises ValueError unless it is 4 or 8."""
     if isinstance(value, bool) or str(value) not in ("4", "8"):
         raise ValueError(f"must be 4 or 8, not {value!r}")
     return int(str(value))
 
 
 def read_speculate(value: object) -> str:
-    """Parse the setting `speculate`: "off" or "auto" in any case, or false, which means "off"."""
     if value is False:  # TOML and YAML writers know off as a boolean
         return "off"
     if str(value).lower() not in ("off", "auto"):
@@ -148,7 +134,6 @@ def read_speculate(value: object) -> str:
 
 
 def read_switch(value: object) -> bool:
-    """Read a boolean, or one of the texts true, yes, 1, false, no and 0 in any case."""
     words = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
     known = value if isinstance(value, bool) else words.get(str(value).lower())
     if known is None:
@@ -157,7 +142,6 @@ def read_switch(value: object) -> bool:
 
 
 def read_on_off(value: object) -> bool:
-    """Read "on" or "off" in any case, or a boolean in the forms that `read_switch` accepts."""
     words = {"on": True, "off": False}
     known = words.get(value.strip().lower()) if isinstance(value, str) else None
     try:
@@ -167,11 +151,7 @@ def read_on_off(value: object) -> bool:
 
 
 def check_size(value: object) -> str | int:
-    """Return a size unchanged, after checking that `read_size` accepts it.
-
-    Raises ValueError for other types than text and whole numbers, and ConfigError for a text or a
-    number that is not a size, or so small that its unit was probably forgotten.
-    """
+    """Return a size unchanged, after checking that `read_size` accepts it."""
     if not isinstance(value, str | int):
         raise ValueError(f"must be a size such as 8GB, 25% or auto, not {value!r}")
     read_size(str(value))
@@ -179,7 +159,6 @@ def check_size(value: object) -> str | int:
 
 
 def check_ram(value: object) -> str | int:
-    """Return the size of `--ram` unchanged, after checking it as `check_size` does."""
     try:
         return check_size(value)
     except ConfigError as error:
@@ -187,7 +166,6 @@ def check_ram(value: object) -> str | int:
 
 
 def check_size_or_off(value: object) -> str | int:
-    """Return the size of `--disk` unchanged, or "off", after checking it as `check_size` does."""
     if value is False or (isinstance(value, str) and value.strip().lower() == "off"):
         return "off"
     try:
@@ -197,7 +175,6 @@ def check_size_or_off(value: object) -> str | int:
 
 
 def read_level(value: object) -> str:
-    """Return the name of a log level in lower case. Raises ValueError for an unknown one."""
     levels = ("debug", "info", "warning", "error")
     if not isinstance(value, str) or value.lower() not in levels:
         raise ValueError(f"must be one of {', '.join(levels)}, not {value!r}")
@@ -205,7 +182,6 @@ def read_level(value: object) -> str:
 
 
 def read_table(value: object) -> Mapping[str, Any]:
-    """Return a TOML table unchanged, or parse a text that holds a JSON object."""
     example = "'{\"enable_thinking\": false}'"
     if isinstance(value, str):
         try:
@@ -215,3 +191,133 @@ def read_table(value: object) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise ValueError(f"must be a JSON object such as {example}")
     return value
+
+
+# -- models: names, the tables of [models], routes ----------------------------------------------
+
+read_context = read_number(16, NO_LIMIT, example=32768)
+
+
+def read_model_names(value: object) -> tuple[str, ...]:
+    """Parse the setting `model`: a path, Hub id or name of a model, or a list of them."""
+    given = value if isinstance(value, list | tuple) else [value]
+    names = tuple(read_text(one) for one in given)
+    if not names:
+        raise ValueError("must name a model, not an empty list")
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"names {name} twice")
+    return names
+
+
+def read_models(value: object) -> tuple[ModelEntry, ...]:
+    """Parse the section [models] of config.toml, which has a table for each model by its name.
+
+    A tuple of entries is returned unchanged.
+    """
+    if isinstance(value, tuple) and all(isinstance(one, ModelEntry) for one in value):
+        return value
+    if not isinstance(value, Mapping) or not value:
+        raise ValueError("must have a table [models.NAME] for each model")
+    return tuple(_model_entry(str(name), table) for name, table in value.items())
+
+
+def _model_entry(name: str, table: object) -> ModelEntry:
+    if not name.strip():
+        raise ValueError("a table's name must not be empty: write [models.NAME]")
+    if not isinstance(table, Mapping):
+        raise ValueError(f'{name} must be a table: [models.{name}] and below it path = "..."')
+    values: dict[str, Any] = {}
+    for key, given in table.items():
+        if key not in _KEYS:
+            hint = f'; a name with a dot needs quotes: [models."{name}.{key}"]'
+            raise ValueError(
+                f"unknown key {key!r} in {name}; the keys are {', '.join(_KEYS)}"
+                f"{hint if isinstance(given, Mapping) else ''}"
+            )
+        field, read = _KEYS[key]
+        try:
+            values[field] = read(given)
+        except (ValueError, TypeError, ConfigError) as error:
+            raise ValueError(f"{key} of {name} {error}") from error
+    if "model" not in values:
+        raise ValueError(f'{name} has no path: add path = "FOLDER" or path = "HUB_ID"')
+    return ModelEntry(name=name, **values)
+
+
+def read_keep(value: object) -> Keep:
+    """Parse how long an unused model stays loaded: "always", "demand", or "idle" and a duration.
+
+    A duration, also as a number of seconds, becomes seconds.
+    """
+    if value == "always":
+        return "always"
+    if value == "demand":
+        return "demand"
+    text = value.removeprefix("idle ") if isinstance(value, str) else value
+    try:
+        if isinstance(value, str) and text == value:
+            raise ValueError
+        return read_duration(text)
+    except ValueError as error:
+        raise ValueError(
+            f"must be always, demand, or idle and a duration, such as 'idle 10m', not {value!r}"
+        ) from error
+
+
+def read_share(value: object) -> str | int:
+    found = check_size(value)
+    if read_size(found) == "auto":
+        raise ValueError(f"must be a size such as 8GB or 50%, not {value!r}")
+    return found
+
+
+def read_idle(value: object) -> float | None:
+    """Read the duration of `--idle-unload` in seconds; None for "off" or false."""
+    if value is False or (isinstance(value, str) and value.strip().lower() == "off"):
+        return None
+    try:
+        return read_duration(value)
+    except ValueError as error:
+        raise ValueError(f"{error}; or off") from error
+
+
+def read_names(value: object) -> tuple[str, ...]:
+    given = value if isinstance(value, list | tuple) else [value]
+    return tuple(dict.fromkeys(read_text(one) for one in given))
+
+
+def read_routes(value: object) -> tuple[Route, ...]:
+    """Parse routes: a text `PATTERN=NAME`, a list of such texts, or a table from pattern to name.
+
+    A text that is not in a list may contain several, separated by commas. A tuple of routes is
+    returned unchanged.
+    """
+    if isinstance(value, tuple) and all(isinstance(one, Route) for one in value):
+        return value
+    if isinstance(value, Mapping):
+        return tuple(Route(read_text(one), read_text(name)) for one, name in value.items())
+    given = value.split(",") if isinstance(value, str) else value
+    if not isinstance(given, list | tuple):
+        raise ValueError(f"must be PATTERN=NAME or a table, not {value!r}")
+    return tuple(_route(one) for one in given)
+
+
+def _route(text: object) -> Route:
+    pattern, _, name = text.rpartition("=") if isinstance(text, str) else ("", "", "")
+    if not pattern.strip() or not name.strip():
+        raise ValueError(f"must be PATTERN=NAME, such as 'claude-haiku-*=small', not {text!r}")
+    return Route(pattern.strip(), name.strip())
+
+
+_KEYS: Mapping[str, tuple[str, Callable[[object], Any]]] = {
+    "path": ("model", read_text),
+    "aliases": ("aliases", read_names),
+    "context": ("context", read_context),
+    "keep": ("keep", read_keep),
+    "ram": ("ram", read_share),
+    "adapter": ("adapter", read_text),
+    "draft_model": ("draft_model", read_text),
+    "chat_template_args": ("chat_template_args", read_table),
+}
+"""Keys of a table [models.NAME], each with its field of `ModelEntry` and its parser."""

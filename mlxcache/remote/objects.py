@@ -16,7 +16,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from mlxcache.config import Settings
-from mlxcache.config.remote import RemoteUrl, read_remote_key, read_remote_url
+from mlxcache.config.keys import read_remote_key
+from mlxcache.config.remote import RemoteUrl, read_remote_url
 from mlxcache.errors import ConfigError, Corrupt, RemoteUnavailable
 from mlxcache.remote.failure import FAILURES, Breaker, Failure, WrongKey, too_slow
 from mlxcache.remote.figures import Figures

@@ -25,7 +25,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM, AESSIV
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from mlxcache.config.remote import KEY_BYTES
+from mlxcache.config.keys import KEY_BYTES
 from mlxcache.errors import Corrupt
 
 MAGIC = b"mlxcache"

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from mlxcache.config import Settings, load_settings
-from mlxcache.config.remote import RemoteUrl, read_remote_key, read_remote_url
+from mlxcache.config.keys import read_remote_key
+from mlxcache.config.remote import RemoteUrl, read_remote_url
 from mlxcache.errors import ConfigError
 
 
