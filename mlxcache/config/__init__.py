@@ -1,7 +1,7 @@
 """Settings of the server, and the limits that they amount to on this machine.
 
 Settings come from flags, environment variables, config.toml and defaults, in that order of
-precedence; `settings` has one entry for each. `memory` and `cgroups` read what the operating system
+precedence; `settings` has one entry for each. `memory` reads what the operating system
 reports about memory. Of the project's modules, this package imports only `errors`; it imports
 neither MLX nor Starlette.
 """

@@ -8,7 +8,7 @@ lists the entries. To add a setting, add one field.
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -53,8 +53,14 @@ MOST_DRAFTED = 15
 MOST_GUESSED = 31
 """Most tokens guessed at once; with the token before them a pass has 32."""
 
-_MODEL, _MEMORY, _RANKS = "Model", "Memory and speed", "Several machines"
-_SERVER, _OTHER = "Server", "Other"
+PANELS: Mapping[str, str] = {
+    "model": "Model",
+    "ram": "Memory and speed",
+    "hosts": "Several machines",
+    "host": "Server",
+    "cache_dir": "Other",
+}
+"""Headings in --help, by the first setting under each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +92,6 @@ class Setting:
 
 
 def _setting(
-    panel: str,
     default: object,
     read: Callable[[object], object],
     metavar: str,
@@ -101,7 +106,6 @@ def _setting(
         shown = str(default)
     entry = {
         "read": read,
-        "panel": panel,
         "metavar": metavar,
         "help": help if shown is None else f"{help} Default: {shown}.",
         "default": shown or ("none" if metavar else "false"),
@@ -113,8 +117,8 @@ def _setting(
     return field(default=default, repr=not secret, metadata=entry)
 
 
-def _switch(panel: str, help: str) -> Any:
-    return _setting(panel, False, read_switch, "", help)
+def _switch(help: str) -> Any:
+    return _setting(False, read_switch, "", help)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +132,6 @@ class Settings:
     """
 
     model: str | None = _setting(
-        _MODEL,
         None,
         read_model_names,
         "PATH|HUB_ID|NAME",
@@ -138,7 +141,6 @@ class Settings:
         repeatable=True,
     )
     models: tuple[ModelEntry, ...] = _setting(
-        _MODEL,
         (),
         read_models,
         "TABLE",
@@ -146,7 +148,6 @@ class Settings:
         only_key=True,
     )
     route: tuple[Route, ...] = _setting(
-        _MODEL,
         (),
         read_routes,
         "PATTERN=NAME",
@@ -155,7 +156,6 @@ class Settings:
         repeatable=True,
     )
     idle_unload: float | None = _setting(
-        _MODEL,
         None,
         read_idle,
         "DURATION|off",
@@ -163,23 +163,20 @@ class Settings:
         "conversations stay on disk.",
         shown="not unloaded",
     )
-    adapter: str | None = _setting(_MODEL, None, read_text, "PATH", "The folder of a LoRA adapter.")
+    adapter: str | None = _setting(None, read_text, "PATH", "The folder of a LoRA adapter.")
     draft_model: str | None = _setting(
-        _MODEL,
         None,
         read_text,
         "PATH|HUB_ID",
         "A small model with the same tokenizer, which proposes tokens for the main one to check.",
     )
     num_draft_tokens: int = _setting(
-        _MODEL,
         3,
         read_number(1, MOST_DRAFTED, example=3),
         "N",
         "Most tokens that the draft model proposes at once.",
     )
     speculate: Literal["off", "auto"] = _setting(
-        _MODEL,
         "off",
         read_speculate,
         "off|auto",
@@ -187,25 +184,22 @@ class Settings:
         "pass where that is faster; replies stay the same.",
     )
     speculate_tokens: int = _setting(
-        _MODEL,
         MOST_GUESSED,
         read_number(1, MOST_GUESSED, example=15),
         "N",
         "With --speculate auto: most tokens guessed at once.",
     )
     chat_template_args: Mapping[str, Any] = _setting(
-        _MODEL,
         dict,
         read_table,
         "JSON",
         "Arguments for the chat template, such as '{\"enable_thinking\": false}'.",
     )
     no_generation_config: bool = _switch(
-        _MODEL, "Do not take sampling defaults from the model's generation_config.json."
+        "Do not take sampling defaults from the model's generation_config.json."
     )
-    trust_remote_code: bool = _switch(_MODEL, "Run Python code from the model's folder.")
+    trust_remote_code: bool = _switch("Run Python code from the model's folder.")
     ram: str | int = _setting(
-        _MEMORY,
         "auto",
         check_ram,
         "SIZE|PERCENT|auto",
@@ -213,14 +207,12 @@ class Settings:
         "bare number is bytes.",
     )
     disk: str | int = _setting(
-        _MEMORY,
         "auto",
         check_size_or_off,
         "SIZE|PERCENT|auto|off",
         "Disk space for conversations: 50GB, 10%, auto, off.",
     )
     wire: str | int = _setting(
-        _MEMORY,
         "auto",
         check_size_or_off,
         "auto|off|SIZE|PERCENT",
@@ -228,7 +220,6 @@ class Settings:
         "than two thirds of the memory, else nothing: wired memory has led to kernel panics.",
     )
     context: int | None = _setting(
-        _MEMORY,
         None,
         read_context,
         "N",
@@ -236,7 +227,6 @@ class Settings:
         shown="the model's own",
     )
     max_tokens: int | None = _setting(
-        _MEMORY,
         None,
         read_number(1, NO_LIMIT, example=4096),
         "N",
@@ -244,10 +234,9 @@ class Settings:
         shown="what the context leaves",
     )
     concurrency: int = _setting(
-        _MEMORY, 8, read_number(1, 256, example=8), "N", "Requests computed at once."
+        8, read_number(1, 256, example=8), "N", "Requests computed at once."
     )
     queue: int = _setting(
-        _MEMORY,
         64,
         read_number(0, 100_000, example=64),
         "N",
@@ -255,7 +244,6 @@ class Settings:
         "503 or 429.",
     )
     request_timeout: float | None = _setting(
-        _MEMORY,
         None,
         read_seconds,
         "SECONDS",
@@ -263,14 +251,12 @@ class Settings:
         shown="no limit",
     )
     prefill_chunk: int = _setting(
-        _MEMORY,
         2048,
         read_number(16, 65536, example=2048),
         "N",
         "Most prompt tokens computed in one step.",
     )
     kv_bits: int | None = _setting(
-        _MEMORY,
         None,
         read_kv_bits,
         "4|8",
@@ -278,19 +264,15 @@ class Settings:
         shown="not quantised",
     )
     warm: tuple[Path, ...] = _setting(
-        _MEMORY,
         (),
         read_files,
         "FILE",
         "A file with a chat request or system prompt to compute at the start; repeatable.",
         repeatable=True,
     )
-    no_loop_guard: bool = _switch(
-        _MEMORY, "Do not end replies that repeat the same tokens again and again."
-    )
-    no_anticipate: bool = _switch(_MEMORY, "Do not compute the next turn's prefix while idle.")
+    no_loop_guard: bool = _switch("Do not end replies that repeat the same tokens again and again.")
+    no_anticipate: bool = _switch("Do not compute the next turn's prefix while idle.")
     hosts: str | None = _setting(
-        _RANKS,
         None,
         read_text,
         "HOST,HOST",
@@ -298,7 +280,6 @@ class Settings:
         shown="this machine alone",
     )
     hostfile: Path | None = _setting(
-        _RANKS,
         None,
         read_path,
         "FILE",
@@ -306,18 +287,16 @@ class Settings:
         shown="this machine alone",
     )
     pipeline: bool = _switch(
-        _RANKS, "With several machines: give each some of the layers, not a part of every layer."
+        "With several machines: give each some of the layers, not a part of every layer."
     )
-    host: str = _setting(_SERVER, "127.0.0.1", read_text, "HOST", "The address to listen on.")
+    host: str = _setting("127.0.0.1", read_text, "HOST", "The address to listen on.")
     port: int = _setting(
-        _SERVER,
         8081,
         read_number(0, 65535, example=8081),
         "PORT",
         "The port to listen on; 0 picks a free one.",
     )
     api_key: tuple[str, ...] = _setting(
-        _SERVER,
         (),
         read_secrets,
         "KEY",
@@ -327,23 +306,20 @@ class Settings:
         secret=True,
     )
     api_keys_file: Path | None = _setting(
-        _SERVER,
         None,
         read_path,
         "FILE",
         "A file with a key per line, as KEY or NAME:KEY; each key has sessions of its own.",
     )
     allow_origin: tuple[str, ...] = _setting(
-        _SERVER,
         (),
         read_origins,
         "ORIGIN",
         "Allow web pages of this origin, such as http://localhost:3000; repeatable.",
         repeatable=True,
     )
-    insecure: bool = _switch(_SERVER, "Allow other machines to connect without a key.")
+    insecure: bool = _switch("Allow other machines to connect without a key.")
     cache_dir: Path = _setting(
-        _OTHER,
         default_cache_dir,
         read_path,
         "DIR",
@@ -351,7 +327,6 @@ class Settings:
         shown="mlxcache in the user's cache folder, on a Mac in Application Support",
     )
     remote: RemoteUrl | None = _setting(
-        _OTHER,
         None,
         read_remote_url,
         "URL",
@@ -359,7 +334,6 @@ class Settings:
         "file:///FOLDER. Credentials come from the environment.",
     )
     remote_key_file: Path | None = _setting(
-        _OTHER,
         None,
         read_path,
         "FILE",
@@ -367,14 +341,12 @@ class Settings:
         "same for all servers.",
     )
     log_level: LogLevel = _setting(
-        _OTHER,
         "info",
         read_level,
         "LEVEL",
         "debug, info, warning or error; requests are logged at info.",
     )
     keep_awake: bool = _setting(
-        _OTHER,
         True,
         read_on_off,
         "on|off",
@@ -382,7 +354,6 @@ class Settings:
         shown="on",
     )
     record: Path | None = _setting(
-        _OTHER,
         None,
         read_path,
         "DIR",
@@ -390,7 +361,6 @@ class Settings:
         "mlxcache explain.",
     )
     canonicalise: Mapping[str, bool] = _setting(
-        _OTHER,
         dict,
         read_rules,
         "RULE=on|off",
@@ -398,7 +368,7 @@ class Settings:
         shown="each rule's own",
         repeatable=True,
     )
-    no_canonicalise: bool = _switch(_OTHER, "Render requests unchanged: all rules are off.")
+    no_canonicalise: bool = _switch("Render requests unchanged: all rules are off.")
 
     def __post_init__(self) -> None:
         read_size(self.ram)
@@ -514,15 +484,20 @@ class Settings:
         return {**RULES, **self.canonicalise}
 
 
-SETTINGS: Mapping[str, Setting] = {
-    one.name: Setting(name=one.name, **one.metadata) for one in fields(Settings)
-}
+def _settings() -> Iterator[Setting]:
+    panel = ""
+    for one in fields(Settings):
+        panel = PANELS.get(one.name, panel)
+        yield Setting(name=one.name, panel=panel, **one.metadata)
+
+
+SETTINGS: Mapping[str, Setting] = {one.name: one for one in _settings()}
 """Entry of each setting by its key in config.toml, in the order of --help."""
 
 CONFIG = Setting(
     name="config",
     read=read_path,
-    panel=_OTHER,
+    panel=PANELS["cache_dir"],
     metavar="FILE",
     help="A TOML file of settings; flags and variables override it. "
     "Default: config.toml in the user's configuration folder.",

@@ -10,7 +10,7 @@ from typing import Literal
 
 import psutil
 
-from mlxcache.config.cgroups import memory_limit
+from mlxcache.config.memory import memory_limit
 from mlxcache.errors import ConfigError
 
 MIN_RAM = 64_000_000

@@ -18,7 +18,6 @@ def keys_file(folder: Path, text: str, mode: int = 0o600) -> Path:
 
 
 def test_a_single_key_is_shared_by_all_clients(tmp_path: Path) -> None:
-    """It owns no sessions."""
     found = read_keys(load_settings({"api_key": "k1"}, {}))
     assert (found.values, found.owned) == (("k1",), False)
     assert not read_keys(load_settings({}, {})).values
@@ -26,7 +25,6 @@ def test_a_single_key_is_shared_by_all_clients(tmp_path: Path) -> None:
 
 
 def test_each_of_several_keys_owns_its_sessions() -> None:
-    """The same key given twice counts once."""
     found = read_keys(load_settings({"api_key": ["k1", "k2"]}, {}))
     assert (found.values, found.owned) == (("k1", "k2"), True)
     assert not read_keys(load_settings({"api_key": ["k1", "k1"]}, {})).owned
@@ -51,7 +49,6 @@ def test_each_key_of_a_file_owns_its_sessions(tmp_path: Path) -> None:
     ["", "# none\n", "alice:\n", "two words\n", "alice: two words\n", "s3cret\nbob: s3cret\n"],
 )
 def test_errors_of_a_file_do_not_contain_its_keys(tmp_path: Path, text: str) -> None:
-    """Error messages are logged."""
     path = keys_file(tmp_path, text)
     with pytest.raises(ConfigError, match="--api-keys-file") as raised:
         read_keys(load_settings({"api_keys_file": str(path)}, {}))
@@ -61,7 +58,6 @@ def test_errors_of_a_file_do_not_contain_its_keys(tmp_path: Path, text: str) -> 
 
 @pytest.mark.parametrize("raw", [b"s\xc3\xa9cret\n", b"\x00\xff", b"k" * (2 << 20)])
 def test_a_file_that_is_not_ascii_or_too_large_is_refused(tmp_path: Path, raw: bytes) -> None:
-    """A missing file is refused too."""
     path = tmp_path / "keys"
     path.write_bytes(raw)
     with pytest.raises(ConfigError, match="--api-keys-file"):
@@ -73,7 +69,6 @@ def test_a_file_that_is_not_ascii_or_too_large_is_refused(tmp_path: Path, raw: b
 def test_a_file_that_other_users_can_read_causes_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The file is used, and the warning contains no key."""
     for mode, warned in ((0o600, False), (0o644, True), (0o640, True)):
         caplog.clear()
         read_keys(load_settings({"api_keys_file": keys_file(tmp_path, "s3cret\n", mode)}, {}))
@@ -100,12 +95,10 @@ def test_a_file_of_keys_allows_listening_on_all_addresses(tmp_path: Path) -> Non
     ],
 )
 def test_origins_are_normalised_as_browsers_send_them(given: str, origin: str) -> None:
-    """Lower case, no default port, no slash at the end."""
     assert load_settings({"allow_origin": [given]}, {}).allow_origin == (origin,)
 
 
 @pytest.mark.parametrize("given", ["*", "http://*", "localhost:3000", "null", "http://a/b", ""])
 def test_wildcards_and_incomplete_origins_are_refused(given: str) -> None:
-    """Each allowed page is named."""
     with pytest.raises(ConfigError, match="--allow-origin"):
         load_settings({"allow_origin": [given]}, {})

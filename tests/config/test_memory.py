@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 
-from mlxcache.config.cgroups import memory_limit, memory_use
 from mlxcache.config.memory import (
     NO_PRESSURE,
     PressureLevel,
     heap_trimmer,
+    memory_limit,
+    memory_use,
     read_footprint,
     read_linux_pressure,
     read_mac_pressure,
@@ -63,14 +64,12 @@ def test_limits_of_cgroups_v1_are_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "0::/\n", "0::/gone\n", "0::/../../etc\n"])
 def test_without_a_group_there_is_no_limit(tmp_path: Path, text: str) -> None:
-    """An empty, missing or invalid list of groups raises no error."""
     put(tmp_path / "fs")
     assert memory_limit(tmp_path / "fs", own(tmp_path, text)) is None
     assert memory_limit(tmp_path / "fs", tmp_path / "none") is None
 
 
 def test_inactive_page_cache_does_not_count_as_used(tmp_path: Path) -> None:
-    """The kernel can reclaim it."""
     root = tmp_path / "fs"
     put(
         root, memory__max=str(10 * GB), memory__current=str(9 * GB),
@@ -99,7 +98,6 @@ def stalls(some: float, full: float) -> str:
 def test_linux_pressure_comes_from_stalls_and_from_free_memory(
     tmp_path: Path, some: float, full: float, free: float, level: PressureLevel
 ) -> None:
-    """The level follows the thresholds, and a reason is given from a warning on."""
     put(tmp_path, stalls=stalls(some, full))
     found = read_linux_pressure(tmp_path / "fs", tmp_path / "no", tmp_path / "stalls", lambda: free)
     assert found.level is level
@@ -116,7 +114,6 @@ def test_a_control_group_near_its_limit_is_pressure(tmp_path: Path) -> None:
 
 
 def test_unreadable_pressure_files_are_no_pressure(tmp_path: Path) -> None:
-    """A PSI file in an unknown format counts as no stalls."""
     put(tmp_path, stalls="what is this\n\n")
     assert read_linux_pressure(tmp_path, tmp_path, tmp_path / "stalls", lambda: 0.9) == NO_PRESSURE
 
@@ -125,7 +122,6 @@ def test_unreadable_pressure_files_are_no_pressure(tmp_path: Path) -> None:
     ("number", "level"), [(1, 0), (2, 1), (4, 2), (None, 0), (0, 0), (77, 0)], ids=str
 )
 def test_macos_pressure_comes_from_one_kernel_number(number: int | None, level: int) -> None:
-    """1, 2 and 4 are the known levels; any other number, or none, is normal."""
     asked = []
 
     def ask(name: str) -> int | None:
@@ -137,8 +133,6 @@ def test_macos_pressure_comes_from_one_kernel_number(number: int | None, level: 
 
 
 def test_the_physical_footprint_is_read_at_its_offset() -> None:
-    """The layout of `struct rusage_info_v0`, declared with ctypes."""
-
     class Info(ctypes.Structure):
         _fields_ = (
             ("ri_uuid", ctypes.c_uint8 * 16),
@@ -162,7 +156,6 @@ def test_the_physical_footprint_is_read_at_its_offset() -> None:
 
 
 def test_this_process_has_a_footprint_and_an_ended_one_has_none() -> None:
-    """The id of no process gives 0 and raises no error."""
     assert read_footprint() > 10**6
     assert read_footprint(os.getpid()) > 10**6
     assert read_footprint(2**22 + 5) == 0
@@ -237,7 +230,6 @@ def mac(monkeypatch: pytest.MonkeyPatch) -> Iterator[MacLibrary]:
 
 
 def test_on_a_mac_pressure_is_the_kernel_s(mac: MacLibrary) -> None:
-    """It is asked each time."""
     assert read_pressure() == NO_PRESSURE
     mac.level = 4
     assert read_pressure().level is PressureLevel.CRITICAL
@@ -253,14 +245,11 @@ def test_on_a_mac_a_footprint_is_the_physical_one(mac: MacLibrary) -> None:
 
 
 def test_on_a_mac_unused_heap_is_given_back(mac: MacLibrary) -> None:
-    """Of all zones, as much as there is."""
     assert trim_heap()
     assert mac.relieved == [(None, 0)]
 
 
 def test_a_library_that_cannot_trim_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`trim_heap` returns false."""
-
     def none(name: str | None) -> object:
         return object()
 

@@ -67,7 +67,6 @@ ROUTES = st.lists(st.builds(Route, st.text("aAbB*?[]", min_size=1, max_size=3), 
 
 @given(NAMES | st.none(), MODELS, ROUTES)
 def test_the_choice_is_explained_by_a_name_a_route_or_the_default(requested, entries, routes):
-    """For any names, also ones that occur twice; a name of its own always wins."""
     chosen = entries[match_model(requested, entries, routes)]
     if requested is None:
         assert chosen is entries[0]
@@ -88,7 +87,6 @@ def test_the_choice_is_explained_by_a_name_a_route_or_the_default(requested, ent
 
 
 def test_the_name_that_clients_see(tmp_path: Path) -> None:
-    """The Hub id, or the folder's name; the Hub's cache has the id in its paths."""
     folder = tmp_path / "my-model"
     cached = tmp_path / "models--owner--some-name" / "snapshots" / "0123abcd"
     folder.mkdir()
@@ -114,14 +112,12 @@ def test_names_that_two_models_share_are_refused():
 
 
 def test_a_route_to_no_model_is_refused():
-    """Names, ids and aliases are models."""
     check_routes([Route("*", "gpt-5"), Route("*", "org/Large"), Route("*", "LARGE")], ENTRIES)
     with pytest.raises(ConfigError, match=r"a\*=tiny: there is no model 'tiny'; .* large, small"):
         check_routes([Route("a*", "tiny")], ENTRIES)
 
 
 def test_the_demo_has_neither_adapter_nor_draft():
-    """They are made for a model."""
     with pytest.raises(ConfigError, match="--model"):
         ModelEntry(None, adapter="lora")
     with pytest.raises(ConfigError, match="--model"):

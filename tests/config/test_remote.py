@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from mlxcache.config import Settings, load_settings
+from mlxcache.config import load_settings
 from mlxcache.config.keys import read_remote_key
 from mlxcache.config.remote import RemoteUrl, read_remote_url
 from mlxcache.errors import ConfigError
@@ -23,7 +21,6 @@ from mlxcache.errors import ConfigError
     ],
 )
 def test_a_url_names_bucket_and_prefix(text, parts, shown):
-    """A slash at the end does not matter."""
     assert read_remote_url(text) == RemoteUrl(*parts)
     assert str(read_remote_url(text)) == shown
 
@@ -32,7 +29,6 @@ def test_a_url_names_bucket_and_prefix(text, parts, shown):
     "text", ["", "bucket/prefix", "https://x/y", "s3://", "s3:///x", "file://host/x", "file:///", 3]
 )
 def test_other_urls_are_refused(text):
-    """The message has examples."""
     with pytest.raises(ValueError, match="s3://bucket/prefix"):
         read_remote_url(text)
 
@@ -45,20 +41,7 @@ def test_secrets_in_a_url_are_refused_and_not_repeated(text):
     assert "hunter2" not in str(raised.value)
 
 
-def test_a_key_file_without_a_remote_is_refused():
-    """It would seal nothing."""
-    with pytest.raises(ConfigError, match="--remote URL"):
-        Settings(remote_key_file=Path("/key"))
-
-
-def test_a_remote_without_a_disk_is_refused():
-    """What is fetched is kept there."""
-    with pytest.raises(ConfigError, match="--disk off"):
-        Settings(remote=RemoteUrl("s3", "b", ""), disk="off")
-
-
 def test_a_key_is_64_digits(tmp_path, caplog):
-    """With a line end, as openssl writes it."""
     path = tmp_path / "key"
     path.write_text("0aF1" * 16 + "\n")
     path.chmod(0o600)
@@ -71,7 +54,6 @@ def test_a_key_is_64_digits(tmp_path, caplog):
 
 @pytest.mark.parametrize("text", [b"", b"secret", b"0a" * 31, b"0a" * 33, b"zz" * 32, b"\xff" * 64])
 def test_another_content_is_refused_and_not_repeated(tmp_path, text):
-    """The message has the command that makes a key."""
     path = tmp_path / "key"
     path.write_bytes(text)
     with pytest.raises(ConfigError, match="openssl rand -hex 32") as raised:

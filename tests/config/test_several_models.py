@@ -55,7 +55,6 @@ def write(tmp_path: Path):
 
 
 def test_a_repeated_flag_and_a_list_are_several_models(write):
-    """The first is the default; a variable holds one, whatever is in its text."""
     two = (ModelEntry("org/a"), ModelEntry("b,c"))
     for settings in (
         load_settings({"model": ["org/a", "b,c"]}, {"MLXCACHE_MODEL": "x"}, write("")),
@@ -70,7 +69,6 @@ def test_a_repeated_flag_and_a_list_are_several_models(write):
 
 
 def test_one_model_is_an_entry_made_of_the_settings():
-    """The demo too."""
     assert Settings().entries == (ModelEntry(None),)
     fields: dict[str, Any] = {
         "context": 99,
@@ -82,7 +80,6 @@ def test_one_model_is_an_entry_made_of_the_settings():
 
 
 def test_tables_are_models_in_their_order(write):
-    """With all keys, and settings outside of them where they have none."""
     settings = load_settings({}, {}, write())
     assert settings.models == (LARGE, SMALL)
     assert settings.model == "org/large"
@@ -111,7 +108,6 @@ def test_the_flag_chooses_tables(write):
 
 
 def test_flags_and_variables_override_tables(write):
-    """As they override every key of the file."""
     settings = load_settings({"context": "64"}, {"MLXCACHE_CHAT_TEMPLATE_ARGS": "{}"}, write())
     assert [settings.for_model(one).context for one in settings.entries] == [64, 64]
     assert [dict(settings.for_model(one).chat_template_args) for one in settings.entries] == [
@@ -123,7 +119,6 @@ def test_flags_and_variables_override_tables(write):
 
 
 def test_an_adapter_or_draft_for_several_models_is_refused(write):
-    """It does not tell for which one it is."""
     for name in ("adapter", "draft_model"):
         with pytest.raises(ConfigError, match=rf"{name} in the table \[models.NAME\]"):
             load_settings({"model": ["a", "b"], name: "x"}, {}, write(""))
@@ -132,7 +127,6 @@ def test_an_adapter_or_draft_for_several_models_is_refused(write):
 
 
 def test_tokens_to_draft_need_a_draft_model_of_any_table(write):
-    """Its own or the setting."""
     assert load_settings({"num_draft_tokens": "5"}, {}, write()).num_draft_tokens == 5
     with pytest.raises(ConfigError, match="needs a draft model"):
         load_settings({"num_draft_tokens": "5", "model": ["small"]}, {}, write())
@@ -176,14 +170,12 @@ def test_tokens_to_draft_need_a_draft_model_of_any_table(write):
     ],
 )
 def test_mistakes_in_the_file_are_named(write, text, message):
-    """With the file, the key and what was expected."""
     path = write(text)
     with pytest.raises(ConfigError, match=message.replace("FILE", str(path))):
         load_settings({}, {}, path)
 
 
 def test_mistakes_in_flags_are_named(write):
-    """A flag's route must lead to a model that is served."""
     with pytest.raises(ConfigError, match="--model: two models have the name 'a/x'"):
         load_settings({"model": ["a/x", "A/X"]}, {}, write(""))
     with pytest.raises(ConfigError, match=r"--route: x\*=large: there is no model 'large'"):
@@ -193,7 +185,6 @@ def test_mistakes_in_flags_are_named(write):
 
 
 def test_routes_have_three_forms(write):
-    """Repeated flags, a variable with commas, a list or a table; their order is kept."""
     expected = (Route("b-*", "large"), Route("a=*", "small"))
     text = "b-*=large,a=*=small"
     for settings in (
@@ -211,21 +202,18 @@ def test_routes_have_three_forms(write):
     [("90", 90), ("90s", 90), ("15m", 900), ("1.5 h", 5400), ("1D", 86400), ("off", None)],
 )
 def test_the_idle_time_has_units(write, text, seconds):
-    """Seconds without one."""
     assert load_settings({"idle_unload": text}, {}, write("")).idle_unload == seconds
     assert load_settings({}, {}, write(f"idle_unload = '{text}'")).idle_unload == seconds
 
 
 @pytest.mark.parametrize("text", ["0", "", "m", "1.2.3", "nan", "-5", "31d", "1w", "true"])
 def test_what_is_no_duration_is_refused(write, text):
-    """Nor is 0, or more than a month."""
     with pytest.raises(ConfigError, match="idle_unload"):
         load_settings({}, {}, write(f"idle_unload = '{text}'"))
     assert load_settings({}, {}, write("idle_unload = false")).idle_unload is None
 
 
 def test_a_model_stays_loaded_as_its_table_says_or_else_the_setting():
-    """Without either, until another one needs its memory."""
     entries = (LARGE, SMALL, ModelEntry("b", name="b", keep="demand"), ModelEntry("c"))
     idle = Settings(models=entries, idle_unload=60.0)
     assert [idle.keep_for(one) for one in entries] == ["always", 600.0, "demand", 60.0]
@@ -233,7 +221,6 @@ def test_a_model_stays_loaded_as_its_table_says_or_else_the_setting():
 
 
 def test_settings_made_in_code_are_checked_too():
-    """Without a source to name."""
     assert Settings(models=(LARGE, SMALL)).model == "org/large"
     with pytest.raises(ConfigError, match="two models"):
         Settings(models=(LARGE, LARGE))

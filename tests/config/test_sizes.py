@@ -43,7 +43,6 @@ GB = 10**9
     ],
 )
 def test_sizes_are_read(text, size):
-    """Decimal and binary units, percentages, plain bytes and auto."""
     assert parse_size(text, total=64 * GB) == size
 
 
@@ -51,7 +50,6 @@ def test_sizes_are_read(text, size):
     "text", ["", "GB", "-1GB", "0", "0GB", "0%", "101%", "8 parsecs", "8GBB", "1e9", 0, -5, True]
 )
 def test_an_invalid_size_is_refused(text):
-    """The error repeats it."""
     with pytest.raises(ConfigError) as raised:
         parse_size(text, total=GB)
     assert repr(text) in str(raised.value)
@@ -59,7 +57,6 @@ def test_an_invalid_size_is_refused(text):
 
 @given(st.integers(1, 10**15))
 def test_format_and_parse_agree(size):
-    """A formatted size can be read again, to its displayed precision."""
     shown = format_size(size).replace(" bytes", "B")
     again = parse_size(shown, total=1)
     assert again == pytest.approx(size, rel=0.051)
@@ -74,27 +71,23 @@ def test_a_number_whose_unit_was_forgotten_is_refused():
         load_settings({"ram": "5"}, {})
 
 
-def test_auto_on_metal_is_three_quarters_of_the_working_set_after_the_weights():
-    """64 GB machine, 48 GB working set, 20 GB of weights."""
-    limit = ram_limit(
-        "auto", machine_bytes=64 * GB, working_set_bytes=48 * GB, weights_bytes=20 * GB
+@pytest.mark.parametrize(
+    ("setting", "machine", "working_set", "weights", "limit"),
+    [
+        ("auto", 64 * GB, 48 * GB, 20 * GB, 21 * GB),  # three quarters of what the weights leave
+        ("auto", 16 * GB, None, 4 * GB, 6 * GB),  # half of it, without Metal
+        ("auto", 16 * GB, None, 20 * GB, MIN_RAM),
+        ("auto", 16 * GB, 16 * GB, 20 * GB, MIN_RAM),
+        ("200MB", 16 * GB, 12 * GB, 10 * GB, 200_000_000),
+        ("25%", 16 * GB, 12 * GB, 10 * GB, 4 * GB),
+        (123, 16 * GB, 12 * GB, 10 * GB, 123),
+    ],
+)
+def test_the_limit_of_ram(setting, machine, working_set, weights, limit):
+    found = ram_limit(
+        setting, machine_bytes=machine, working_set_bytes=working_set, weights_bytes=weights
     )
-    assert limit == 21 * GB
-
-
-def test_auto_elsewhere_is_half_of_the_machine_after_the_weights():
-    """Without Metal there is no working set."""
-    limit = ram_limit("auto", machine_bytes=16 * GB, working_set_bytes=None, weights_bytes=4 * GB)
-    assert limit == 6 * GB
-
-
-@pytest.mark.parametrize("working_set", [None, 16 * GB])
-def test_auto_never_falls_below_the_minimum(working_set):
-    """Also if the weights alone exceed the machine's memory."""
-    limit = ram_limit(
-        "auto", machine_bytes=16 * GB, working_set_bytes=working_set, weights_bytes=20 * GB
-    )
-    assert limit == MIN_RAM
+    assert found == limit
 
 
 @pytest.mark.parametrize(
@@ -109,14 +102,6 @@ def test_a_raised_working_set_still_leaves_memory_to_the_system(machine, most):
     assert memory_for(machine * GB, GB) == GB
 
 
-def test_explicit_limits_are_used_unchanged():
-    """A percentage is of the machine's memory, regardless of the weights."""
-    sizes = {"machine_bytes": 16 * GB, "working_set_bytes": 12 * GB, "weights_bytes": 10 * GB}
-    assert ram_limit("200MB", **sizes) == 200_000_000
-    assert ram_limit("25%", **sizes) == 4 * GB
-    assert ram_limit(123, **sizes) == 123
-
-
 @pytest.fixture
 def disk(monkeypatch):
     """A disk of 1 TB with 100 GB free."""
@@ -126,7 +111,6 @@ def disk(monkeypatch):
 
 
 def test_a_disk_limit_is_a_size_a_percentage_or_off(disk, tmp_path):
-    """The folder need not exist."""
     folder = tmp_path / "not" / "there"
     assert disk_limit("50GB", folder) == 50 * GB
     assert disk_limit("10%", folder) == 100 * GB
@@ -136,7 +120,6 @@ def test_a_disk_limit_is_a_size_a_percentage_or_off(disk, tmp_path):
 
 
 def test_auto_on_a_disk_is_a_quarter_of_what_is_free(disk, tmp_path):
-    """Files of the cache count as free, and 200 GB is the maximum."""
     assert disk_limit("auto", tmp_path) == 25 * GB
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "file").write_bytes(bytes(1_000_000))
@@ -148,7 +131,6 @@ def test_auto_on_a_disk_is_a_quarter_of_what_is_free(disk, tmp_path):
 
 
 def test_a_container_limit_lowers_the_machines_memory(monkeypatch):
-    """Without a limit, all of the machine's memory counts."""
     monkeypatch.setattr("mlxcache.config.sizes.memory_limit", lambda: None)
     assert machine_bytes() > 10**8
     monkeypatch.setattr("mlxcache.config.sizes.memory_limit", lambda: 10**8)
@@ -157,7 +139,6 @@ def test_a_container_limit_lowers_the_machines_memory(monkeypatch):
 
 @pytest.mark.parametrize(("working_set", "said"), [(None, "half"), (12 * GB, "three quarters")])
 def test_auto_is_explained_with_its_figures(working_set, said):
-    """The part, the weights, and the memory that they are subtracted from."""
     whole = memory_for(16 * GB, working_set)
     text = explain_auto(whole, 4 * GB, metal=working_set is not None)
     assert said in text

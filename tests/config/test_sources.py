@@ -25,7 +25,6 @@ def write(home: Path, text: str) -> Path:
 
 
 def test_every_source_overrides_the_next(home):
-    """One setting each from a flag, a variable, the file and the defaults."""
     write(home, "port = 1\ncontext = 100\nconcurrency = 3\n")
     settings = load_settings({"port": 2, "model": None}, {"MLXCACHE_PORT": "9"})
     assert (settings.port, settings.context, settings.concurrency) == (2, 100, 3)
@@ -34,7 +33,6 @@ def test_every_source_overrides_the_next(home):
 
 
 def test_every_setting_has_one_entry():
-    """Its flag and variable follow from its name, and its help ends with a full stop."""
     assert set(SETTINGS) == set(Settings.__dataclass_fields__)
     assert {name for name, setting in SETTINGS.items() if setting.only_key} == {"models"}
     for name, setting in SETTINGS.items():
@@ -103,7 +101,6 @@ NEEDED = {
 
 @pytest.mark.parametrize("name", sorted(VALUES))
 def test_every_setting_can_come_from_the_environment(home, name):
-    """Its text is converted to the setting's type."""
     text, value = VALUES[name]
     environ = OTHERS | NEEDED.get(name, {}) | {"MLXCACHE_" + name.upper(): text}
     assert getattr(load_settings({}, environ), name) == value
@@ -111,7 +108,6 @@ def test_every_setting_can_come_from_the_environment(home, name):
 
 @pytest.mark.parametrize("name", sorted(VALUES))
 def test_every_setting_can_come_from_the_file(home, name):
-    """With TOML's own types, and tables instead of JSON."""
     text, value = VALUES[name]
     if isinstance(value, bool):
         line = f"{name} = {str(value).lower()}"
@@ -129,7 +125,6 @@ def test_every_setting_can_come_from_the_file(home, name):
 
 
 def test_an_unknown_key_is_named_with_its_file(home):
-    """A misspelt key is not ignored."""
     path = write(home, "prot = 1")
     with pytest.raises(ConfigError) as raised:
         load_settings({}, {})
@@ -158,7 +153,6 @@ def test_an_unknown_key_is_named_with_its_file(home):
     ],
 )
 def test_an_invalid_value_is_reported_with_its_source(home, name, text):
-    """The flag, the variable, or the key and its file."""
     flag, variable = "--" + name.replace("_", "-"), "MLXCACHE_" + name.upper()
     with pytest.raises(ConfigError, match=flag):
         load_settings({name: text}, {})
@@ -181,7 +175,6 @@ def test_an_invalid_disk_size_is_reported_with_off_as_an_option():
 
 
 def test_values_of_other_toml_types_are_refused(home):
-    """Booleans are not numbers, and lists are not texts."""
     for line in ("port = true", "port = 1.5", "host = ['a']", "ram = 0.5", "api_key = 5"):
         write(home, line)
         with pytest.raises(ConfigError):
@@ -189,7 +182,6 @@ def test_values_of_other_toml_types_are_refused(home):
 
 
 def test_an_invalid_api_key_is_not_repeated_in_the_error(home):
-    """The error appears at the terminal and in logs."""
     with pytest.raises(ConfigError) as raised:
         load_settings({"api_key": "sécret"}, {})
     assert "cret" not in str(raised.value)
@@ -211,7 +203,6 @@ def test_an_empty_variable_is_not_set(home):
 
 
 def test_several_files_to_warm_can_be_given_and_must_exist(home):
-    """In a variable, as a list in the file, or by a repeated flag."""
     one, two = home / "one", home / "two"
     for file in (one, two):
         file.write_text("x")
@@ -225,7 +216,6 @@ def test_several_files_to_warm_can_be_given_and_must_exist(home):
 
 
 def test_unknown_variables_are_found_with_the_nearest_known_one():
-    """Only those with our prefix; an empty one counts as not set."""
     environ = dict.fromkeys(("MLXCACHE_CONTEX", "MLXCACHE_CONFG", "MLXCACHE_WHATEVER"), "1")
     known = {"MLXCACHE_" + name.upper(): "1" for name in (*VALUES, "config", "more")}
     others = {"MLX_LM_URL": "1", "PATH": "1", "MLXCACHE_PROT": ""}
