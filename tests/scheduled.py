@@ -28,6 +28,7 @@ from mlxcache.residency import memory as core
 from mlxcache.residency.rounds import Rounds
 from mlxcache.scheduling import cost
 from mlxcache.scheduling.decoder import Row
+from mlxcache.scheduling.parts import WHOLE, Parts
 from mlxcache.scheduling.prefill import Limits, PrefillDecodeBalance
 from mlxcache.scheduling.scheduler import Scheduler
 from mlxcache.scheduling.speculation import DraftModel, Speculation
@@ -122,6 +123,7 @@ class Bench:
     """
 
     speculation: Speculation | None = None
+    parts: Parts = WHOLE
 
     def __init__(
         self,
@@ -145,7 +147,7 @@ class Bench:
         self.chunk = chunk
         self.limits = Limits(concurrency, chunk, 65536, 1 << 30)
         self.ids = itertools.count()
-        self.use(KVCache.open(layout, Budget(ram)))
+        self.use(self.open_cache(layout, Budget(ram)))
 
     def twin(self) -> Bench:
         """The same model with nothing cached."""
@@ -153,8 +155,15 @@ class Bench:
         fresh.speculation = None
         fresh.rounds = Rounds()
         fresh.thread = fresh.rounds.thread
-        fresh.use(KVCache.open(self.kv.layout, Budget(1 << 30)))
+        fresh.use(self.open_cache(self.kv.layout, Budget(1 << 30)))
         return fresh
+
+    def open_cache(self, layout: kv.Layout, budget: Budget, *args: Any, **kwargs: Any) -> KVCache:
+        """An empty cache of this bench's parts."""
+        parts = self.parts
+        return KVCache.open(
+            layout, budget, *args, lineage=parts.lineage, files=parts.files, **kwargs
+        )
 
     def use(
         self, cache: KVCache, clock: Callable[[], float] = time.perf_counter, **kwargs: Any
@@ -173,6 +182,7 @@ class Bench:
             on_end=lambda task: None,
             thread=self.thread,
             balance=PrefillDecodeBalance(clock),
+            parts=self.parts,
             **kwargs,
         )
         self.rounds.add(self.scheduler)
@@ -189,7 +199,7 @@ class Bench:
         assert budget.reserve("pending", pending)
         store = self.open_store(folder, limit)
         wake = self.thread.wake
-        self.use(KVCache.open(self.kv.layout, budget, store, pending_limit=pending, wake=wake))
+        self.use(self.open_cache(self.kv.layout, budget, store, pending_limit=pending, wake=wake))
         assert self.kv.disk is not None
         return self.kv.disk
 

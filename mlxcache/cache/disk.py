@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from mlxcache.cache.kv_io import KVFiles
 from mlxcache.cache.restore import Restorer
 from mlxcache.cache.write_behind import WriteBehind
 from mlxcache.errors import StoreError
-from mlxcache.model.kv import Layout
 from mlxcache.store.found import StoreStats
 from mlxcache.store.store import Store
 from mlxcache.tree.prefix_tree import PrefixTree
@@ -38,7 +38,7 @@ class DiskTier:
     def __init__(
         self,
         store: Store,
-        layout: Layout,
+        files: KVFiles,
         tree: PrefixTree,
         pending_limit: int,
         wake: Callable[[], None],
@@ -50,9 +50,9 @@ class DiskTier:
         self.remote = remote
         on_durable = remote.share if remote is not None else None
         self.write_behind = WriteBehind(
-            layout, tree, store, pending_limit, wake, on_durable=on_durable, label=label
+            files, tree, store, pending_limit, wake, on_durable=on_durable, label=label
         )
-        self.restorer = Restorer(store, layout, wake, remote, label=label)
+        self.restorer = Restorer(store, files, wake, remote, label=label)
         self._stats: StoreStats | None = None
         self._stats_at = 0.0
         self._next_copy_at = 0.0

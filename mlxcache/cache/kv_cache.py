@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Literal
 import mlx.core as mx
 
 from mlxcache.cache.disk import DiskTier
+from mlxcache.cache.kv_io import KVFiles
 from mlxcache.cache.main_conversation import NO_HINTS, CacheHints, MainConversations
 from mlxcache.cache.placement import Placement, finite_prefix, intact, reusable
 from mlxcache.cache.ram import STEP, Evict, RamTier, rounded
@@ -33,7 +34,7 @@ from mlxcache.cache.shared_ram import MemoryWaits, SharedRam
 from mlxcache.errors import Inconsistent
 from mlxcache.model import device
 from mlxcache.model.kv import Layout
-from mlxcache.model.lineage import Lineage, ends_finite, finite_upto
+from mlxcache.model.lineage import Lineage, NewLineage, ends_finite, finite_upto
 from mlxcache.store.digests import BLOCK
 from mlxcache.store.leaves import LeafRow
 from mlxcache.store.listing import Held
@@ -131,7 +132,8 @@ class KVCache:
         copy_bytes: int = 0,
         shared: SharedRam | None = None,
         remote: RemoteTier | None = None,
-        lineage: type[Lineage] = Lineage,
+        lineage: NewLineage = Lineage,
+        files: Callable[[Layout], KVFiles] = KVFiles,
         label: str = "unnamed",
     ) -> KVCache:
         """Open a cache, with a disk tier if `store` is given, which the cache then owns.
@@ -140,15 +142,17 @@ class KVCache:
         `device_buffers`: maximum number of buffers that the device can hold, None for no limit.
         `copy_bytes`: bytes of KV copied in one evaluation, 0 for one array at a time. `shared`: the
         RAM of several models, which the cache joins until it is closed; `budget` must then be a
-        member of its budget. `remote`: what the disk tier exchanges with other servers. `lineage`:
-        class of the lineages; `mlxcache plan` has one without arrays.
+        member of its budget. `remote`: what the disk tier exchanges with other servers. `lineage`
+        makes the lineages, `files` what copies KV to files and back.
         """
         worth = worth or Worth(layout.bytes_per_token, layout.checkpoint_bytes)
         shared = shared or SharedRam(budget)
         tree = PrefixTree(layout.bytes_per_token, worth, clock=shared.clock)
         disk = None
         if store is not None:
-            disk = DiskTier(store, layout, tree, pending_limit, wake, remote=remote, label=label)
+            disk = DiskTier(
+                store, files(layout), tree, pending_limit, wake, remote=remote, label=label
+            )
         write_behind = disk.write_behind if disk is not None else None
         ram = RamTier(
             layout,

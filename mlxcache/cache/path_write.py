@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import inf
 
-from mlxcache.model import serialise
+from mlxcache.cache.kv_io import KVFiles
 from mlxcache.model.kv import Layout, State
 from mlxcache.store.digests import BLOCK
 from mlxcache.store.found import Found
@@ -134,14 +134,13 @@ class PathWrite:
     def count_file(self, change: int) -> None:
         self.in_flight += change
 
-    def next_checkpoint(self, layout: Layout) -> Job | None:
+    def next_checkpoint(self, files: KVFiles) -> Job | None:
         """Take the next checkpoint; return a job that writes it, None if the path ends before."""
         at, state = self.states.pop(0)
         ids = self.ids[:at]
         if len(ids) < at:
             return None
-        layout.lockstep.write_state(ids, state)
-        return Job(ids, None, serialise.state_tensors(state), layout.checkpoint_bytes, self)
+        return Job(ids, None, files.copy_state(ids, state), files.layout.checkpoint_bytes, self)
 
     def stop(self, *, lost: bool = False) -> None:
         """Give no further files of this path to the writer; it still writes those that it has."""

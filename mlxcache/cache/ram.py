@@ -18,7 +18,7 @@ from mlxcache.cache.write_behind import WriteBehind
 from mlxcache.model import device
 from mlxcache.model.arrays import ArraySpec
 from mlxcache.model.kv import Layout
-from mlxcache.model.lineage import Lineage
+from mlxcache.model.lineage import Lineage, NewLineage
 from mlxcache.tree.budget import Budget
 from mlxcache.tree.node import Node
 from mlxcache.tree.prefix_tree import PrefixTree
@@ -105,7 +105,7 @@ class RamTier:
     `write_behind`: the queue of writes to disk, None without a disk tier. `device_buffers`: number
     of buffers that the device can hold, None for no limit. `copy_bytes`: most bytes that new
     lineages copy in one evaluation, unless one array has more. If the budget of `shared` is short,
-    room is made in the tiers of all its models. `lineage`: class of the lineages that are created.
+    room is made in the tiers of all its models. `lineage`: makes the lineages.
     `dropped` counts evictions of KV that is then lost, `spilled` those of KV that is on disk too.
     """
 
@@ -119,7 +119,7 @@ class RamTier:
         *,
         device_buffers: int | None = None,
         copy_bytes: int = 0,
-        lineage: type[Lineage] = Lineage,
+        lineage: NewLineage = Lineage,
         label: str = "unnamed",
     ):
         self.label = label
@@ -379,7 +379,6 @@ class RamTier:
                 self.discard(lineage)
                 if device.is_device_error(error):
                     raise
-                self.layout.lockstep.check(error)
                 log.exception(
                     "model %s: copying KV to a smaller buffer failed; this KV is no longer in RAM: "
                     "%s",

@@ -7,16 +7,14 @@ loads the verified files.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
-import mlx.core as mx
-
+from mlxcache.cache.kv_io import KVFiles
 from mlxcache.errors import StoreError
-from mlxcache.model import serialise
 from mlxcache.model.kv import Layout
 from mlxcache.model.lineage import Lineage
 from mlxcache.store.digests import BLOCK
@@ -31,9 +29,6 @@ log = logging.getLogger("mlxcache.engine")
 
 MIN_UNKNOWN = 128
 """Minimum number of prompt tokens not in RAM for which the disk is searched."""
-
-MOST_LOADED = 128 << 20
-"""Maximum bytes of several files that are loaded in one evaluation."""
 
 MIN_GAIN = 64
 """Minimum number of tokens on disk beyond those in RAM for which a restore is made."""
@@ -85,7 +80,7 @@ class Restorer:
     def __init__(
         self,
         store: Store,
-        layout: Layout,
+        files: KVFiles,
         wake: Callable[[], None],
         remote: RemoteTier | None = None,
         *,
@@ -95,11 +90,11 @@ class Restorer:
         self.min_unknown = MIN_UNKNOWN if remote is None else MIN_GAIN
         self._remote = remote
         self._store = store
-        self._layout = layout
+        self._files = files
+        self._layout: Layout = files.layout
         self._wake = wake
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="mlxcache-disk")
         self._last_warning = ""
-        self._stream = mx.new_stream(mx.cpu)
 
     def look_up(self, ids: Tokens, known: int) -> DiskLookup:
         """Start looking for the longest prefix of `ids` on disk. Other threads write its result."""
@@ -224,50 +219,9 @@ class Restorer:
         """
         if lookup.failed:
             raise StoreError("a file of the prefix cannot be looked up or verified")
-        lockstep, start = self._layout.lockstep, lineage.length
-        if self._layout.specs and lineage.length < lookup.target:
-            pieces = self._loadable(lookup, lineage)
-            runs = [serialise.load_run(p.path, self._layout, self._stream) for p in pieces]
-            for piece, arrays in zip(pieces, runs, strict=True):
-                first = lineage.length - piece.first
-                last = min(piece.end, lookup.target) - piece.first
-                late = piece.end > lookup.windows_from
-                slots = self._slots(arrays, first, last, late)
-                held, wait = arrays[0][0].shape[0], piece is pieces[-1]
-                lineage.append(slots, last - first, windows=late, held=held, wait=wait)
-        if not self._layout.specs:
-            lineage.advance(lookup.target - lineage.length)
-        lockstep.load(lineage, lookup.ids, start, lineage.length)
+        if lineage.length < lookup.target:
+            self._files.load_runs(lookup, lineage)
         if lineage.length < lookup.target:
             return False
-        if lookup.state is not None:
-            state = serialise.load_state(lookup.state.path, self._layout, self._stream)
-            lineage.set_state(state)
-            lockstep.load_state(lineage, lookup.ids[: lookup.target])
+        self._files.load_state(lookup, lineage)
         return True
-
-    def _loadable(self, lookup: DiskLookup, lineage: Lineage) -> list[Piece]:
-        """Return the next verified files that fit into one evaluation, but at least one."""
-        found: list[Piece] = []
-        most = min(lineage.copy_bytes, MOST_LOADED)
-        for piece in lookup.pieces:
-            if piece.end <= lineage.length:
-                continue
-            most -= piece.nbytes
-            if found and (most < 0 or piece.end > lookup.verified):
-                break
-            found.append(piece)
-        return found
-
-    def _slots(
-        self, arrays: list[list[mx.array]], first: int, last: int, late: bool
-    ) -> Iterator[list[mx.array]]:
-        """Yield each linear slot's arrays of positions [first, last) in turn, for `Lineage.append`.
-
-        `arrays`: those of a run by slot, of shape (tokens, heads, dim); a slot is removed when it
-        is yielded. `first` and `last` count from the run's start. If the run is not `late`, it does
-        not reach into the sliding windows, for which zeros are yielded.
-        """
-        for window in self._layout.windows:
-            rows = serialise.row_major([arrays.pop(0)], first, last)[0]
-            yield rows if late or window is None else [mx.zeros_like(row) for row in rows]

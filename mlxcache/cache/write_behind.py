@@ -19,6 +19,7 @@ from math import inf
 
 import numpy as np
 
+from mlxcache.cache.kv_io import KVFiles
 from mlxcache.cache.path_write import PathWrite, run_tokens
 from mlxcache.errors import PrefixNotStored, StoreError
 from mlxcache.model import device, serialise
@@ -159,7 +160,7 @@ class WriteBehind:
 
     def __init__(
         self,
-        layout: Layout,
+        files: KVFiles,
         tree: PrefixTree,
         store: Store,
         pending_limit: int,
@@ -169,12 +170,13 @@ class WriteBehind:
         clock: Callable[[], float] = time.monotonic,
         label: str = "unnamed",
     ):
-        self.layout = layout
+        self.layout: Layout = files.layout
+        self._files = files
         self._label = label
         self.pending_bytes = 0
         self._on_durable = on_durable
-        self.run_tokens = run_tokens(layout, pending_limit)
-        self.buffers = StagingBuffers(serialise.run_bytes(layout, self.run_tokens))
+        self.run_tokens = run_tokens(self.layout, pending_limit)
+        self.buffers = StagingBuffers(serialise.run_bytes(self.layout, self.run_tokens))
         self.backoff = RetryBackoff(self._retry_in, clock)
         self._tree = tree
         self._store = store
@@ -354,7 +356,7 @@ class WriteBehind:
     def _offer_next(self, path: PathWrite) -> bool:
         """Give the writer a copy of the path's next file; return False if there is none."""
         runs = path.at < len(path.ids)
-        job = self._next_run(path) if runs else path.next_checkpoint(self.layout)
+        job = self._next_run(path) if runs else path.next_checkpoint(self._files)
         if job is None:
             return False
         size, tokens = job.nbytes, job.tokens  # after the offer nothing fails
@@ -377,8 +379,7 @@ class WriteBehind:
         size = serialise.run_bytes(self.layout, end - start)
         out = self.buffers.take(size)
         try:
-            tensors = serialise.copied_run(self.layout, within, out)
-            self.layout.lockstep.write_run(path.ids[:end], start, within)
+            tensors = self._files.copy_run(path.ids[:end], start, within, out)
             if any(owner.passes for owner, _, _ in within):
                 device.confirm()  # a pass that failed may have left another buffer there
         except BaseException:

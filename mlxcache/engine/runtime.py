@@ -49,6 +49,7 @@ from mlxcache.residency.memory import (
 from mlxcache.scheduling.anticipate import NextTurnRenderer
 from mlxcache.scheduling.decoder import Drawn, Row
 from mlxcache.scheduling.loop_guard import LoopGuard
+from mlxcache.scheduling.parts import WHOLE
 from mlxcache.scheduling.pass_costs import measure_passes, passes_key, stored_passes
 from mlxcache.scheduling.prefill import Limits
 from mlxcache.scheduling.scheduler import Scheduler
@@ -149,7 +150,10 @@ class ModelRuntime:
         self._objects = remote
         self.remote: RemoteTier | None = None
         others = ranks.ram_limit if ranks is not None else None
-        self._plan = plan = plan_memory(loaded, self.layout, settings, shared, others)
+        self._parts = parts = WHOLE if ranks is None else ranks.parts
+        self._plan = plan = plan_memory(
+            loaded, self.layout, settings, shared, others, lineage=parts.lineage
+        )
         self.cost = plan.cost
         with ExitStack() as on_failure:
             on_failure.callback(plan.budget.release_all)  # other models may share the memory
@@ -176,6 +180,7 @@ class ModelRuntime:
                 on_tick=self._publish,
                 images=self.images,
                 speculation=self.speculation,
+                parts=parts,
             )
             self.guides = Guides(loaded.tokenizer, self.layout.vocab_size, self.label)
             self._totals = Totals()
@@ -242,6 +247,8 @@ class ModelRuntime:
             copy_bytes=copy_bytes(plan.transient, device.kind()),
             shared=self._shared,
             remote=self.remote,
+            lineage=self._parts.lineage,
+            files=self._parts.files,
             label=self.label,
         )
 

@@ -36,7 +36,6 @@ from mlxcache.model.arrays import (
     tree_arrays,
     varies,
 )
-from mlxcache.model.lockstep import ALONE, Lockstep
 
 Caches = list[Any]
 """One cache object per layer, in the form in which a model takes them as `cache`."""
@@ -195,8 +194,8 @@ class Layout:
     sliding window in tokens, or None. `states`: the form of a checkpoint, as `kv.capture` returns
     it, with an ArraySpec for each array. `unknown`: cache classes without an adapter; such a model
     is not cached. `foreign`: cache classes that mlx-lm cannot read from a prompt cache file.
-    `stateful`: another rank has opaque slots. `lockstep` is told every operation on KV, so that
-    other ranks repeat it.
+    `divided`: this is the layout of one rank's part of the model; `stateful`: another rank has
+    opaque slots.
     """
 
     make: Callable[[], Caches]
@@ -213,7 +212,7 @@ class Layout:
     unknown: tuple[str, ...]
     foreign: tuple[str, ...] = ()
     stateful: bool = False
-    lockstep: Lockstep = ALONE
+    divided: bool = False
 
     @property
     def cacheable(self) -> bool:
@@ -225,10 +224,12 @@ class Layout:
 
     @property
     def rewinds(self) -> bool:
-        """True if the newest positions can be taken back, on this rank alone."""
-        if self.lockstep.divided:
-            return False
-        return self.cacheable and all(adapter.rewinds for adapter in self.checkpointed)
+        """True if the newest positions can be taken back."""
+        return (
+            self.cacheable
+            and not self.divided
+            and all(adapter.rewinds for adapter in self.checkpointed)
+        )
 
     @property
     def window(self) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import mlx.core as mx
 import numpy as np
@@ -11,6 +11,7 @@ import numpy as np
 from mlxcache.model import device, kv
 from mlxcache.model.arrays import joined, readable, tree_arrays
 from mlxcache.model.kv import Caches, Layout, State
+from mlxcache.types import Tokens
 
 log = logging.getLogger("mlxcache.model")
 
@@ -52,7 +53,6 @@ class Lineage:
         self.passes = 0
         self.turn_tokens = 0
         self._addresses: list[int] | None = None
-        layout.lockstep.create(self)
 
     @property
     def nbytes(self) -> int:
@@ -72,7 +72,6 @@ class Lineage:
         `sources` are contiguous ranges of lineages, possibly of this one. If MLX fails, the lineage
         is released, unless the only change was to enlarge its buffers.
         """
-        self.layout.lockstep.rebuild(self, sources, capacity)
         try:
             self._refill(sources, capacity)
         except BaseException:
@@ -136,7 +135,6 @@ class Lineage:
 
     def truncate(self, length: int) -> None:
         """Drop the positions from `length` on. The capacity stays."""
-        self.layout.lockstep.truncate(self, length)
         self._end_at(length)
 
     def _end_at(self, length: int) -> None:
@@ -147,7 +145,6 @@ class Lineage:
 
     def pretend(self, length: int) -> None:
         """Set the number of positions to `length` without feeding them, to measure a pass there."""
-        self.layout.lockstep.pretend(self, length)
         self._end_at(length)
         kv.pretend(self.slots, self.layout.states, length)
 
@@ -156,9 +153,12 @@ class Lineage:
 
     def detach(self, start: int, end: int) -> Lineage:
         """Copy positions [start, end) into a new lineage with buffers of exactly that size."""
-        twin = type(self)(self.layout, self.copy_bytes)
+        twin = self._empty()
         twin.fill([(self, start, end)], end - start)
         return twin
+
+    def _empty(self) -> Lineage:
+        return type(self)(self.layout, self.copy_bytes)
 
     def note_turn(self, tokens: int) -> None:
         self.turn_tokens = max(tokens, self.turn_tokens * 3 // 4)
@@ -166,6 +166,10 @@ class Lineage:
     def note_pass(self, writes: int = 1) -> None:
         """Count writes to the buffers. Must be called before the writes."""
         self.passes += writes
+
+    def note_feed(self, ids: Tokens) -> None:
+        """Count the writes of a pass that appends `ids`. Must be called before the pass."""
+        self.note_pass()
 
     def mark_confirmed(self) -> None:
         """Record that all writes are confirmed. Call only after `device.confirm` has returned."""
@@ -247,7 +251,6 @@ class Lineage:
     def append_span(self, span: Span) -> None:
         """Append a copy of `span`, which begins at position `length`. The capacity must suffice."""
         owner, start, end = span
-        self.layout.lockstep.append_span(self, span)
         valid_from = max(self.window_valid_from, _window_valid_from(span))
         sizes = [range(len(spec)) for spec in self.layout.specs]
         self.append(
@@ -258,23 +261,18 @@ class Lineage:
         self.window_valid_from = valid_from
 
     def capture(self) -> State:
-        return self.layout.lockstep.capture(self, kv.capture(self.slots))
+        return kv.capture(self.slots)
 
     def restore(self, state: State | None) -> None:
         """Set the opaque slots to a copy of `state`, from `capture`; None changes nothing."""
-        self.layout.lockstep.restore(self, state)
         kv.restore(self.slots, state)
 
     def set_state(self, state: State | None) -> None:
-        """Set the opaque slots to a copy of `state`, without telling the other ranks.
-
-        For a state from disk or from a batch, which is no checkpoint that they know.
-        """
+        """Set the opaque slots to a copy of `state`, which comes from disk or from a batch."""
         kv.restore(self.slots, state)
 
     def settle(self) -> None:
         """Copy the states of the opaque slots, which may be views of larger buffers."""
-        self.layout.lockstep.settle(self)
         kv.settle(self.slots)
 
     def rest(self) -> None:
@@ -290,7 +288,6 @@ class Lineage:
         for slot, old in zip(linear, self.linear, strict=True):
             kv.set_arrays(slot, kv.arrays_of(old), self.length)
         self.caches, self.slots, self.linear = caches, slots, linear
-        self.layout.lockstep.rest(self)
 
     def sound(self) -> bool:
         """Evaluate all linear arrays; return False if a failed pass left some uncomputable."""
@@ -317,10 +314,13 @@ class Lineage:
 
     def release(self) -> None:
         """Release every buffer now, even while other objects refer to this lineage."""
-        self.layout.lockstep.release(self)
         self.caches, self.slots, self.linear = [], [], []
         self.capacity = 0
         self._addresses = None
+
+
+NewLineage = Callable[[Layout, int], Lineage]
+"""Makes an empty lineage of a layout and `copy_bytes`."""
 
 
 def _window_valid_from(span: Span) -> int:

@@ -16,7 +16,7 @@ import msgspec
 from mlx.nn import Module
 
 from mlxcache.errors import PrefixNotStored, StoreError
-from mlxcache.model import device, kv, rows, serialise
+from mlxcache.model import kv, rows, serialise
 from mlxcache.model.kv import Caches, Layout, State
 from mlxcache.model.lineage import Lineage, Span
 from mlxcache.ranks import operations as op
@@ -178,10 +178,9 @@ class Follower:
         """
         message = _MESSAGE.decode(data)
         self._began_at = time.monotonic()
-        for number in message.lineages:
+        for number in message.dropped:
             self._lineages.pop(number, None)
             self._pending.pop(number, None)
-        for number in message.states:
             self._states.pop(number, None)
         if isinstance(message.operation, op.End):
             return False
@@ -248,10 +247,6 @@ class Follower:
                 log.warning("rank %d: no disk tier on this rank: %s", self._rank, error)
                 failure = str(error)
         self._note_outcome(op.STORE, op.Answer(ended=True, failure=failure))
-
-    @_do.register
-    def _(self, it: op.Prepare) -> None:
-        device.prepare(it.pool_bytes)
 
     @_do.register
     def _(self, it: op.Feed) -> None:

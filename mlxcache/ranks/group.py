@@ -225,13 +225,12 @@ def share_of(
     )
 
 
-def united(layout: Layout, shares: Sequence[Share], leader: Leader) -> Layout:
+def united(layout: Layout, shares: Sequence[Share]) -> Layout:
     """Return `layout`, that of rank 0, changed so that it suits all ranks.
 
     Bytes are those of the rank with the most. Checkpoints are needed if one rank needs them, and
-    batches are made only if all ranks can. `shares`: the messages of the other ranks. `leader`:
-    sends each operation on KV with the returned layout to the other ranks. Raises ModelError for a
-    division that leaves only some ranks with KV of every position.
+    batches are made only if all ranks can. `shares`: the messages of the other ranks. Raises
+    ModelError for a division that leaves only some ranks with KV of every position.
     """
     runs = {bool(layout.specs), *(share.runs for share in shares)}
     if len(runs) > 1:
@@ -247,7 +246,7 @@ def united(layout: Layout, shares: Sequence[Share], leader: Leader) -> Layout:
         batchable=layout.batchable and all(s.batchable for s in shares),
         unknown=tuple(sorted({*layout.unknown, *(name for s in shares for name in s.unknown)})),
         stateful=any(s.states for s in shares),
-        lockstep=leader,
+        divided=True,
     )
 
 

@@ -48,15 +48,6 @@ class Open(Operation, frozen=True):
     limit: str | int
 
 
-class Prepare(Operation, frozen=True):
-    """Operation: prepare the device, which keeps at most `pool_bytes` bytes of freed buffers.
-
-    See `device.prepare`.
-    """
-
-    pool_bytes: int
-
-
 class Feed(Operation, frozen=True):
     """Operation: feed `tokens` to a lineage after its `length` positions; evaluate its caches."""
 
@@ -285,7 +276,7 @@ class End(Operation, frozen=True):
 
 
 AnyOperation = (
-    Open | Prepare | Feed | Start | Step | Create | Rebuild | Truncate | Pretend | AppendSpan
+    Open | Feed | Start | Step | Create | Rebuild | Truncate | Pretend | AppendSpan
     | Capture | Restore | Settle | Rest | Release | Join | KeepRows | TakeRow | AppendRow
     | DropBatch | WriteRun | WriteState | Load | LoadState | End
 )  # fmt: skip
@@ -293,14 +284,10 @@ AnyOperation = (
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True):
-    """An operation, and the numbers of the lineages and states that rank 0 dropped before it.
-
-    The other ranks drop these too, before the operation.
-    """
+    """An operation, and the numbers of objects that the other ranks are to drop before it."""
 
     operation: AnyOperation
-    lineages: list[int] = []
-    states: list[int] = []
+    dropped: list[int] = []
 
 
 class Question(msgspec.Struct, frozen=True, array_like=True, tag=True):

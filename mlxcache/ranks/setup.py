@@ -8,14 +8,17 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import msgspec
 
+from mlxcache.cache.capacity import pool_bytes
 from mlxcache.config import disk_limit, machine_bytes, ram_limit, wired_size
-from mlxcache.errors import MlxcacheError, ModelError
+from mlxcache.config.memory import MemoryPressure, read_footprint, read_pressure
+from mlxcache.errors import MlxcacheError, ModelError, StoreError
 from mlxcache.mlx_thread import MlxThread
 from mlxcache.model import device, kv, load
 from mlxcache.ranks import operations as op
@@ -35,7 +38,6 @@ from mlxcache.ranks.group import (
     wait_for_all,
 )
 from mlxcache.ranks.tensor_links import with_probes
-from mlxcache.ranks.vitals import VitalsReader
 from mlxcache.store.parts import Mode, PartName
 from mlxcache.store.store import Store
 
@@ -43,6 +45,9 @@ log = logging.getLogger("mlxcache.ranks")
 
 WRITE_S = 2.0
 """Seconds from the loss of the connection to rank 0 to the end of the process."""
+
+READ_S = 1.0
+"""Seconds between two readings of the state of this machine."""
 
 _SETUP = msgspec.msgpack.Decoder(Setup)
 _QUESTION = msgspec.msgpack.Decoder(op.AnyQuestion)
@@ -97,6 +102,7 @@ class Rank:
             working_set_bytes=device.working_set_bytes(),
             weights_bytes=weights,
         )
+        device.prepare(pool_bytes(limit))
         needed = weights + limit
         device.wire(wired_size(setup.wire, machine_bytes=machine, needed_bytes=needed))
         first = first_layer(loaded.model, setup.mode)
@@ -180,3 +186,51 @@ class Rank:
             silent = silent + step if self._heard_at == heard_at else 0.0
             heard_at = self._heard_at
         end_process(f"rank {self.place.rank}: rank 0 is silent")
+
+
+class VitalsReader:
+    """Thread that reads the state of this machine every `READ_S` seconds; see `Vitals`.
+
+    `store()` returns the rank's store, or None while it has none. `look()` returns the machine's
+    memory pressure, `measure()` the memory of this process in bytes. Any thread.
+    """
+
+    def __init__(
+        self,
+        store: Callable[[], Store | None],
+        look: Callable[[], MemoryPressure] = read_pressure,
+        measure: Callable[[], int] = read_footprint,
+    ):
+        self.latest = op.Vitals()
+        self._store, self._look, self._measure = store, look, measure
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="mlxcache-vitals", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def read(self) -> op.Vitals:
+        """Read the state of this machine now. Blocks for milliseconds. Raises OSError."""
+        used, limit = None, None
+        if (store := self._store()) is not None:
+            try:
+                stats = store.stats()
+                used, limit = stats.used_bytes, stats.limit_bytes
+            except StoreError as error:
+                log.debug("size of the disk tier in %s not read: %s", store.folder, error)
+        pressure = self._look()
+        return op.Vitals(int(pressure.level), pressure.why, self._measure(), used, limit)
+
+    def _run(self) -> None:
+        while not self._stopped.wait(READ_S):
+            try:
+                self.latest = self.read()
+            except OSError as error:  # no file descriptors, for example
+                log.debug(
+                    "figures of this rank's memory and disk not read, trying again in %g s: %s",
+                    READ_S,
+                    error,
+                )

@@ -34,6 +34,7 @@ from mlxcache.config import (
 from mlxcache.errors import BadRequest, Busy, ModelError
 from mlxcache.model import device
 from mlxcache.model.kv import Layout
+from mlxcache.model.lineage import Lineage, NewLineage
 from mlxcache.model.load import Loaded
 from mlxcache.model.weights import Bases, BaseUse
 from mlxcache.scheduling import cost
@@ -179,6 +180,8 @@ def plan_memory(
     settings: Settings,
     shared: Shared | None = None,
     others: int | None = None,
+    *,
+    lineage: NewLineage = Lineage,
 ) -> MemoryPlan:
     """Measure the costs of a model, and return its budget with bytes reserved in it.
 
@@ -195,11 +198,10 @@ def plan_memory(
     if shared is None:
         wire(settings, loaded.info.weights_bytes + limit)
         device.prepare(pool_bytes(limit))
-        layout.lockstep.prepare(pool_bytes(limit))
     else:
         shared.ram.make_room(limit // 8)  # for the passes that are measured
     kind, most = device.kind(), settings.prefill_chunk
-    measured = cost.measure(loaded.model, layout, limit // 8, kind=kind, most=most)
+    measured = cost.measure(loaded.model, layout, limit // 8, kind=kind, most=most, lineage=lineage)
     if loaded.draft is not None:  # a pass computes the logits of each drafted token too
         measured = measured.for_drafts(settings.num_draft_tokens)
     elif settings.speculate == "auto" and layout.rewinds:

@@ -19,7 +19,7 @@ import mlx.core as mx
 from mlxcache.model import kv
 from mlxcache.model.device import DeviceKind
 from mlxcache.model.kv import Layout
-from mlxcache.model.lineage import Lineage
+from mlxcache.model.lineage import Lineage, NewLineage
 from mlxcache.model.weights import longest_pass, shared_bytes
 from mlxcache.store.session_rows import Measured, SessionFigures
 from mlxcache.types import RequestRecord, token_ids
@@ -203,10 +203,9 @@ def peak(run: Callable[[], object]) -> int:
 class _Probe:
     """Feeds chunks of zeros to a model to measure time and memory, in a KV buffer of its own."""
 
-    def __init__(self, model: Any, layout: Layout, positions: int):
+    def __init__(self, model: Any, line: Lineage, positions: int):
         self.model = model
-        self.layout = layout
-        self.line = Lineage(layout)
+        self.line = line
         self.line.grow(positions)
 
     def feed(self, tokens: int, at: int) -> tuple[float, int]:
@@ -215,7 +214,7 @@ class _Probe:
         chunk = mx.zeros((1, tokens), mx.int32)
 
         def run() -> None:
-            self.layout.lockstep.feed(self.line, token_ids([0] * tokens))
+            self.line.note_feed(token_ids([0] * tokens))
             self.model(chunk, cache=self.line.caches)
             kv.eval_states(self.line.caches)
 
@@ -269,7 +268,13 @@ class _Probe:
 
 
 def measure(
-    model: Any, layout: Layout, room: int, *, kind: DeviceKind = "cpu", most: int = 0
+    model: Any,
+    layout: Layout,
+    room: int,
+    *,
+    kind: DeviceKind = "cpu",
+    most: int = 0,
+    lineage: NewLineage = Lineage,
 ) -> Cost:
     """Measure a model's costs with a few short chunks, which also warms up its kernels.
 
@@ -277,7 +282,7 @@ def measure(
     the longest chunk. Blocks, on a GPU for about `COMPARE_S` seconds at most; MLX thread only.
     """
     far = min(FAR, room // max(1, layout.bytes_per_token))
-    probe = _Probe(model, layout, far + 4 * PROBE)
+    probe = _Probe(model, lineage(layout, 0), far + 4 * PROBE)
     probe.feed(2, 0)
     probe.feed(1, 2)  # compiles the kernels of decoding
     probe.feed(PROBE, 0)  # compiles the kernels

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -19,11 +20,11 @@ from mlx.nn import Module
 
 from mlxcache.errors import GenerationFailed
 from mlxcache.model import device
+from mlxcache.model import rows as batches
 from mlxcache.model.guidance.guide import Bitmask, Guide
 from mlxcache.model.guidance.thinking import Steering
 from mlxcache.model.kv import Caches
 from mlxcache.model.lineage import Lineage
-from mlxcache.model.lockstep import ALONE, Lockstep
 from mlxcache.model.sampling import masked
 
 Sampler = Callable[[mx.array], mx.array]
@@ -149,8 +150,7 @@ class Decoder:
     """Steps rows together over `caches`: the caches of a single lineage, or merged batch caches.
 
     `pending`: the pending token of each row, drawn but not handed out yet, shape (rows,); None
-    before `start`. `nbytes()` returns the bytes of KV that a step reads and writes to. `lockstep`:
-    announces each pass to the other ranks of a divided model, before it runs.
+    before `start`. `nbytes()` returns the bytes of KV that a step reads and writes to.
     """
 
     def __init__(
@@ -159,20 +159,20 @@ class Decoder:
         rows: list[Row],
         caches: Caches,
         nbytes: Callable[[], int],
-        *,
-        lockstep: Lockstep = ALONE,
     ):
         self.model = model
         self.rows = rows
         self.caches = caches
         self._nbytes = nbytes
-        self.lockstep = lockstep
         self.pending: mx.array | None = None
         self.logprobs: mx.array | None = None
         self.finite: mx.array | None = None
 
+    @staticmethod
+    def of_lineage(model: Module, row: Row, lineage: Lineage) -> Decoder:
+        return Decoder(model, [row], lineage.caches, lambda: lineage.nbytes)
+
     def start(self, inputs: Sequence[int]) -> None:
-        self.lockstep.start(self.caches, inputs)
         self._advance(mx.array(list(inputs), mx.int32))
 
     def peek(self) -> list[list[Drawn]]:
@@ -192,7 +192,6 @@ class Decoder:
         assert logprobs is not None
         assert finite is not None
         before = [(copy(row.sampler), row.context) for row in self.rows]
-        self.lockstep.step(self.caches)
         try:
             self._advance(tokens)
             return self._drawn(tokens, logprobs, finite)
@@ -202,28 +201,55 @@ class Decoder:
                 row.set_draws(sampler, context)
             raise
 
-    def joined(self, other: Decoder, caches: Caches, nbytes: Callable[[], int]) -> Decoder:
-        """Return a decoder with the rows of both, in this order, over `caches` with all KV."""
-        rows = self.rows + other.rows
-        both = Decoder(self.model, rows, caches, nbytes, lockstep=self.lockstep)
-        both._set_pending(
-            _joined(self.pending, other.pending),
-            _joined(self.logprobs, other.logprobs),
-            _joined(self.finite, other.finite),
+    def joined(
+        self, others: Sequence[Decoder], nbytes: Callable[[], int], *, batched: bool
+    ) -> Decoder:
+        """Return a decoder with the rows of all, in this order, over a batch with copies of the KV.
+
+        `batched`: this decoder's caches are a batch already. Raises what a failed copy raises.
+        """
+        every = [self, *others]
+        caches = batches.join(self.caches, [one.caches for one in others], batched=batched)
+        joint = self._over([row for one in every for row in one.rows], caches, nbytes)
+        joint._set_pending(
+            _joined([one.pending for one in every]),
+            _joined([one.logprobs for one in every]),
+            _joined([one.finite for one in every]),
         )
-        return both
+        return joint
+
+    def _over(self, rows: list[Row], caches: Caches, nbytes: Callable[[], int]) -> Decoder:
+        return Decoder(self.model, rows, caches, nbytes)
+
+    def append_row(self, row: int, lineage: Lineage, count: int) -> None:
+        """Append the newest `count` positions of a row of a batch to its lineage, with its state.
+
+        `count` must not exceed the smallest sliding window.
+        """
+        linear, opaque = batches.row_tail(lineage.layout, self.caches, row, count)
+        before = lineage.length
+        try:
+            lineage.append(linear, count)
+            lineage.set_state(opaque)
+        except BaseException:  # KV and state stay those of one position
+            lineage.truncate(before)
+            raise
 
     def alone(self, row: int, lineage: Lineage) -> Decoder:
         """Return a decoder of the row with index `row`, over the caches of its own lineage."""
-        rows, caches = [self.rows[row]], lineage.caches
-        own = Decoder(self.model, rows, caches, lambda: lineage.nbytes, lockstep=self.lockstep)
+        own = self.of_lineage(self.model, self.rows[row], lineage)
         own._take(self, slice(row, row + 1))
         return own
 
     def keep(self, rows: list[int]) -> None:
-        """Drop all rows except those with the given indices; the caller filters the caches."""
+        """Drop all rows of a batch except those with the given indices."""
+        batches.keep_rows(self.caches, rows)
         self._take(self, mx.array(rows))
         self.rows = [self.rows[i] for i in rows]
+
+    def drop(self) -> None:
+        """Drop the batch; the decoder must not be used any more."""
+        self.caches, self.pending, self.logprobs, self.finite = [], None, None, None
 
     def _take(self, other: Decoder, rows: slice | mx.array) -> None:
         if other.pending is not None and other.logprobs is not None and other.finite is not None:
@@ -275,12 +301,7 @@ class Decoder:
         if begun:
             logits = self._restrict(logits)
         logprobs, finite = normalised(logits)
-        first = self.rows[0].sampler
-        if len(self.rows) > 1 and all(row.sampler is first for row in self.rows):
-            drawn = first(logprobs)
-        else:
-            drawn = mx.concatenate([self._draw(i, logprobs) for i in range(len(self.rows))])
-        drawn = self.lockstep.share(drawn)
+        drawn = self._draw_all(logprobs)
         # without processors a context would grow into a chain of unevaluated arrays
         contexts = [row.context for row in self.rows if row.processors]
         evaluate = mx.async_eval if begun else self._begin
@@ -312,6 +333,13 @@ class Decoder:
             mx.synchronize()  # unlike `eval`, it waits until the pass has dropped its inputs too
         mx.async_eval(*arrays)  # type: ignore[no-untyped-call]
 
+    def _draw_all(self, logprobs: mx.array) -> mx.array:
+        """Draw the token of each row, as a lazy array of shape (rows,)."""
+        first = self.rows[0].sampler
+        if len(self.rows) > 1 and all(row.sampler is first for row in self.rows):
+            return first(logprobs)
+        return mx.concatenate([self._draw(i, logprobs) for i in range(len(self.rows))])
+
     def _draw(self, i: int, logprobs: mx.array) -> mx.array:
         """Draw the token of row `i`, shape (1,); on an exception, recorded in the row, token 0."""
         row = self.rows[i]
@@ -335,6 +363,10 @@ class Decoder:
         return mx.concatenate(out)
 
 
+Decode = Callable[[Any, Row, Lineage], Decoder]
+"""Makes the decoder of one row over the caches of its lineage."""
+
+
 def normalised(logits: mx.array) -> tuple[mx.array, mx.array]:
     """Return the log-probabilities of `logits`, (rows, vocabulary), and which rows are finite."""
     sums = mx.logsumexp(logits, axis=-1, keepdims=True)
@@ -351,7 +383,8 @@ def processed(row: Row, context: mx.array, logits: mx.array) -> mx.array:
     return logits
 
 
-def _joined(mine: mx.array | None, theirs: mx.array | None) -> mx.array:
-    if mine is None or theirs is None:
+def _joined(parts: Sequence[mx.array | None]) -> mx.array:
+    found = [part for part in parts if part is not None]
+    if len(found) < len(parts):
         raise ValueError("a decoder that was not started cannot be joined")
-    return mx.concatenate([mine, theirs])
+    return mx.concatenate(found)

@@ -20,7 +20,7 @@ from mlxcache.cache.ram import Evict
 from mlxcache.model import device, rows
 from mlxcache.model.kv import eval_states
 from mlxcache.model.pair import Pair
-from mlxcache.scheduling.decoder import Decoder, Drawn
+from mlxcache.scheduling.decoder import Decode, Decoder, Drawn
 from mlxcache.scheduling.speculation import Speculation
 from mlxcache.scheduling.task import Task
 from mlxcache.scheduling.verifier import Pass, Proposer, Verifier
@@ -72,6 +72,7 @@ class Lanes:
     """All lanes, and the rules for joining them into batches and splitting them.
 
     `speculation`: makes the proposers of tokens that passes check; None if nothing is proposed.
+    `decode`: makes the decoder of a row that nothing is guessed for.
     """
 
     def __init__(
@@ -82,13 +83,14 @@ class Lanes:
         *,
         shared_bytes: int = 0,
         speculation: Speculation | None = None,
+        decode: Decode = Decoder.of_lineage,
     ):
         self.model = model
+        self._decode = decode
         self.kv = kv
         self._wall = wall
         self.all: list[Lane] = []
         self.layout = kv.layout
-        self._lockstep = self.layout.lockstep
         self._shared_bytes = shared_bytes
         self._changed = False
         window = self.layout.window
@@ -118,10 +120,7 @@ class Lanes:
                 served = self.model.verify if isinstance(self.model, Pair) else self.model
                 decoder = Verifier(served, row, lineage, proposer)
             else:
-                decoder = Decoder(
-                    *(self.model, [row], lineage.caches, lambda: lineage.nbytes),
-                    lockstep=self._lockstep,
-                )
+                decoder = self._decode(self.model, row, lineage)
             decoder.start([int(task.fed[-1])])
             lineage.advance(1)
             if proposer is not None:
@@ -196,12 +195,8 @@ class Lanes:
             return False
         try:
             self._sync(lane)
-            others = [ln.decoder.caches for ln in new]
-            caches = rows.join(lane.decoder.caches, others, batched=lane.batched)
-            self._lockstep.join(caches, lane.decoder.caches, others, lane.batched)
-            decoder = lane.decoder
-            for other in new:
-                decoder = decoder.joined(other.decoder, caches, lambda: lane.bytes)
+            others = [ln.decoder for ln in new]
+            decoder = lane.decoder.joined(others, lambda: lane.bytes, batched=lane.batched)
             device.confirm()  # before the rows' own pending tokens are dropped
         except Exception as error:  # noqa: BLE001 - logged by the wall
             self.kv.budget.release("batch", size)
@@ -258,8 +253,7 @@ class Lanes:
         while task.behind:
             at = lineage.length
             piece = task.fed_ids()[at : at + CATCH_UP]
-            lineage.note_pass()
-            self._lockstep.feed(lineage, piece)
+            lineage.note_feed(piece)
             self.model(mx.array(piece)[None], cache=lineage.caches, **lane.decoder.places)
             eval_states(lineage.caches)
             lineage.advance(len(piece))
@@ -347,15 +341,7 @@ class Lanes:
         for i, task in enumerate(lane.tasks if lane.batched else []):
             lineage, count = task.held.lineage, task.behind
             if count and lineage.length + count <= max(lineage.capacity, not self.layout.specs):
-                linear, opaque = rows.row_tail(self.layout, lane.decoder.caches, i, count)
-                self._lockstep.append_row(lane.decoder.caches, i, lineage, count)
-                before = lineage.length
-                try:
-                    lineage.append(linear, count)
-                    lineage.set_state(opaque)
-                except BaseException:  # KV and state stay those of one position
-                    lineage.truncate(before)
-                    raise
+                lane.decoder.append_row(i, lineage, count)
 
     def sync(self, task: Task) -> None:
         """Bring the KV of a task's lineage up to the tokens that were handed out."""
@@ -399,8 +385,6 @@ class Lanes:
         if not self.kv.ram.has_passing(2 * len(keep) * lane.capacity * self.layout.widest):
             return False
         longest = lane.length()
-        rows.keep_rows(lane.decoder.caches, keep)
-        self._lockstep.keep_rows(lane.decoder.caches, keep)
         lane.decoder.keep(keep)
         lane.tasks = [lane.tasks[i] for i in keep]
         size = len(keep) * self.layout.row_bytes(lane.capacity)
@@ -416,7 +400,7 @@ class Lanes:
         for lane in gone:
             self.kv.budget.release("batch", lane.bytes)
             if lane.batched:
-                self._lockstep.drop_batch(lane.decoder.caches)
+                lane.decoder.drop()
             self._end_proposals(lane.tasks)
 
     def split(self, lane: Lane) -> None:
@@ -424,7 +408,6 @@ class Lanes:
         lanes: list[Lane] = []
         for i, task in enumerate(lane.tasks):
             own = lane.decoder.alone(i, task.held.lineage)
-            self._lockstep.take_row(lane.decoder.caches, i, task.held.lineage)
             (row,) = own.rows
             if row.processors:
                 row.set_context(mx.array(task.fed_ids()))
@@ -432,7 +415,7 @@ class Lanes:
             if proposer is not None:
                 own = Verifier.resumed(own, task.held.lineage, proposer)
             lanes.append(Lane(own, [task], bytes=size))
-        self._lockstep.drop_batch(lane.decoder.caches)
+        lane.decoder.drop()
         self.all.remove(lane)
         self.all += lanes
         self.kv.budget.release("batch", lane.bytes)

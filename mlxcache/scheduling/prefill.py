@@ -236,8 +236,7 @@ class Prefill:
             if start:
                 model_kv.eval_states(caches)
             inputs = {name: rows[:, part] for name, rows in images.items()}
-            lineage.note_pass()
-            lineage.layout.lockstep.feed(lineage, ids[part])
+            lineage.note_feed(ids[part])
             self.model(mx.array(ids[part])[None], cache=caches, **inputs)
 
 

@@ -23,6 +23,7 @@ from mlxcache.scheduling.cost import Cost
 from mlxcache.scheduling.decoder import Drawn, NonFiniteOutput
 from mlxcache.scheduling.images import Images
 from mlxcache.scheduling.lanes import Lane, Lanes
+from mlxcache.scheduling.parts import WHOLE, Parts
 from mlxcache.scheduling.prefill import (
     ALONE_S,
     DECODING_S,
@@ -33,7 +34,6 @@ from mlxcache.scheduling.prefill import (
 )
 from mlxcache.scheduling.speculation import Speculation
 from mlxcache.scheduling.task import Outcome, Output, Task
-from mlxcache.scheduling.wall import Wall
 from mlxcache.types import FinishReason
 
 log = logging.getLogger("mlxcache.engine")
@@ -85,11 +85,12 @@ class Scheduler:
         speculation: Speculation | None = None,
         balance: PrefillDecodeBalance | None = None,
         queue: FairQueue | None = None,
+        parts: Parts = WHOLE,
     ):
         self.model = model
         self.kv = kv
         self.limits = limits
-        self.wall = Wall(kv)
+        self.wall = parts.wall()
         self.thread = thread or MlxThread()
         self.balance = balance or PrefillDecodeBalance(time.perf_counter)
         self.queue = queue or FairQueue(limits.concurrency)
@@ -102,6 +103,7 @@ class Scheduler:
             self.wall,
             shared_bytes=cost.shared_bytes,
             speculation=speculation,
+            decode=parts.decode,
         )
         self.idle_prefill = IdlePrefill(kv, self.prefill, self.wall)
         self.admission = Admission(kv, limits, cost, prepare, self.idle_prefill.note_use)
@@ -488,7 +490,7 @@ class Scheduler:
         was written to since its last confirmation. Raises the third error in a row, GroupLost if
         other ranks have made different passes, and Inconsistent if anything else fails meanwhile.
         """
-        self.kv.layout.lockstep.check(error)
+        self.wall.check_recovery(error)
         another: RuntimeError | None = error
         while another is not None:
             error = another

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 
-from mlxcache.cache.kv_cache import KVCache
 from mlxcache.errors import GenerationFailed, MlxcacheError
 from mlxcache.model import device
 
@@ -23,15 +22,16 @@ log = logging.getLogger("mlxcache.engine")
 class Wall:
     """Contains exceptions of requests for one model, and counts those that nobody expected."""
 
-    def __init__(self, kv: KVCache):
+    def __init__(self) -> None:
         self.contained = 0
-        self._kv = kv
 
     def pass_on(self, error: Exception) -> None:
-        """Raise `error` if it concerns more than one request; GroupLost if ranks now differ."""
+        """Raise `error` if it concerns more than one request."""
         if device.is_device_error(error):
             raise error
-        self._kv.layout.lockstep.check(error)
+
+    def check_recovery(self, error: RuntimeError) -> None:
+        """Raise GroupLost if requests cannot begin again after the device error `error`."""
 
     def contain(self, error: Exception, what: str) -> None:
         """Log `error` with its traceback and count it; `what` says what failed and what follows.

@@ -170,7 +170,7 @@ class SessionFiles:
         return await self._book.adopt(info, name)
 
     def _check_whole(self) -> None:
-        if self._kv.layout.lockstep.divided:
+        if self._kv.layout.divided:
             raise Unsupported(
                 "Prompt caches of a model on several machines can be neither exported nor "
                 "imported: make a snapshot, or serve the model on one machine for that."

@@ -21,11 +21,12 @@ from mlx.nn import Module
 
 from mlxcache.model import kv
 from mlxcache.model.kv import Layout
-from mlxcache.model.lineage import Lineage
 from mlxcache.model.load import Loaded, ModelSpec, load
 from mlxcache.ranks.group import end_process, place_from
 from mlxcache.ranks.rank_zero import RankZero
 from mlxcache.ranks.setup import Rank
+from mlxcache.scheduling.decoder import Row as DecodedRow
+from mlxcache.scheduling.parts import WHOLE
 from mlxcache.scheduling.task import Task
 from mlxcache.store.parts import Mode
 from mlxcache.store.store import Store
@@ -96,6 +97,7 @@ class Bench(Checked):
         self.plan = plan
         self.ranks = ranks
         self.whole = whole
+        self.parts = ranks.parts if ranks is not None else WHOLE
         self.unlike = self.tokens = 0
         self.asked: list[Asked] = []
         super().__init__(Path(plan.model).name.partition("-")[0], Path(plan.model), loaded, layout)
@@ -129,19 +131,21 @@ class Bench(Checked):
     def compute_cold(self, ids: list[int], more: list[int]) -> Logprobs:
         if self.whole is not None:
             return cold_logprobs(self.whole, [*ids, *more])[len(ids) - 1 :]
-        layout, line, rows = self.kv.layout, Lineage(self.kv.layout), []
+        layout, rows = self.kv.layout, []
+        line = self.parts.lineage(layout, 0)
         line.grow(len(ids) + len(more) + 1)
         for at in range(0, len(ids) - 1, 50):
             part = ids[at : min(at + 50, len(ids) - 1)]
-            layout.lockstep.feed(line, token_ids(part))
+            line.note_feed(token_ids(part))
             self.model(mx.array([part]), cache=line.caches)
             kv.eval_states(line.caches)
             line.advance(len(part))
         for token in (ids[-1], *more):
-            layout.lockstep.start(line.caches, [token])
-            logits = self.model(mx.array([[token]]), cache=line.caches)[0].astype(mx.float32)
-            mx.eval(logits, layout.lockstep.share(mx.argmax(logits, axis=-1)))
-            rows.append(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
+            row = DecodedRow(lambda logprobs: mx.argmax(logprobs, axis=-1), (), None)
+            decoder = self.parts.decode(self.model, row, line)
+            decoder.start([token])
+            ((drawn,),) = decoder.peek()
+            rows.append(drawn.logprobs.astype(mx.float32)[None])
             line.advance(1)
         return np.array(mx.concatenate(rows))
 

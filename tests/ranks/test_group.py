@@ -183,23 +183,23 @@ def test_each_rank_has_a_namespace_of_its_own():
 def test_the_layout_is_that_of_all_ranks_together(toy_llama: Path):
     """The most bytes; checkpoints if one rank needs them; nothing cached if a class is unknown."""
     layout = kv.survey(load_model(toy_llama)[0])
-    share, leader = share_of(layout, 100), Leader(None, [], [])
+    share = share_of(layout, 100)
     larger = Share(None, 10**9, 7, 8, 100, True, True, False, ["Odd"])
-    both = united(layout, [share, larger], leader)
+    both = united(layout, [share, larger])
     assert (both.bytes_per_token, both.checkpoint_bytes, both.running_bytes) == (10**9, 7, 8)
     assert both.opaque
     assert not both.batchable
     assert both.unknown == ("Odd",)
-    assert both.lockstep.divided
-    assert not layout.lockstep.divided
-    assert united(layout, [share], leader) == replace(layout, lockstep=leader)
+    assert both.divided
+    assert not both.rewinds
+    assert united(layout, [share]) == replace(layout, divided=True)
 
 
 def test_ranks_of_which_only_some_have_attention_are_refused(toy_llama: Path):
     """Their prefixes could not be compared."""
     layout = kv.survey(load_model(toy_llama)[0])
     with pytest.raises(ModelError, match="fewer ranks"):
-        united(layout, [Share(runs=False)], Leader(None, [], []))
+        united(layout, [Share(runs=False)])
 
 
 class Asked(Leader):

@@ -13,8 +13,8 @@ from mlxcache.errors import StoreError, Unsupported
 from mlxcache.model.load import ModelSpec, load
 from mlxcache.ranks import operations as op
 from mlxcache.ranks.follower import Follower
-from mlxcache.ranks.group_store import GroupStore, Whole, wait_for_outcome
 from mlxcache.ranks.leader import Leader
+from mlxcache.ranks.rank_zero import GroupStore, Whole, wait_for_outcome
 from mlxcache.safetensors import Tensor
 from mlxcache.store.database import TemporaryDatabase
 from mlxcache.store.leaves import Leaf

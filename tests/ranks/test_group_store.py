@@ -123,10 +123,9 @@ def test_what_was_written_can_be_loaded_on_every_rank(two: TwoStores):
     ids = some_ids(128)
     lineage = two.fed(ids)
     two.write(lineage, ids)
-    again = Lineage(two.layout, 1 << 30)
-    again.grow(128)
-    two.leader.load(again, ids, 0, 128)
-    theirs = two.follower.lineage(two.leader.number(again))
+    again = two.empty(128)
+    two.load(again, ids, two.store.find(ids).pieces)
+    theirs = two.follower.lineage(again.number)
     assert theirs.length == 128
     assert np.array_equal(np.array(lineage.view(0, 0, 0, 128)), np.array(theirs.view(0, 0, 0, 128)))
 
@@ -186,13 +185,10 @@ def test_checkpoints_are_common_to_all_ranks(toy_qwen3_5: Path, tmp_path: Path):
     assert [one.position for one in Store.find(two.store, ids).checkpoints] == [64, 128]
     assert [one.position for one in two.store.find(ids).checkpoints] == [64]
     two.store.verify_checkpoint(two.store.find(ids).checkpoints[0], ids)
-    again = Lineage(two.layout, 1 << 30)
-    again.grow(64)
-    two.leader.load(again, ids, 0, 64)
-    again.advance(64)
-    two.leader.load_state(again, ids[:64])
-    theirs = two.follower.lineage(two.leader.number(again))
-    own = two.follower.lineage(two.leader.number(half))
+    again = two.empty(64)
+    found = two.store.find(ids[:64])
+    two.load(again, ids[:64], found.pieces, found.checkpoints[0])
+    theirs, own = (two.follower.lineage(one.number) for one in (again, half))
     assert str(theirs.capture()) == str(own.capture())
     two.close()
 

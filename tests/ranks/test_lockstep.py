@@ -11,12 +11,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxcache.cache.kv_cache import KVCache
 from mlxcache.model import kv
 from mlxcache.model.arrays import tree_arrays
 from mlxcache.model.lineage import Lineage
 from mlxcache.ranks.follower import Follower
 from mlxcache.ranks.leader import Leader
+from mlxcache.ranks.mirrored import MirroredLineage, mirrored_parts
 from mlxcache.ranks.operations import Open
 from mlxcache.tree.budget import Budget
 from tests.conftest import ToyMaker
@@ -67,10 +67,9 @@ class Pair(History):
         self.follower = Repeating(bench.model, plain, None)
         self.follower.leader = self.leader
         old = bench.kv
-        memory = KVCache.open(
-            replace(plain, lockstep=self.leader),
-            Budget(old.budget.limit),
-            copy_bytes=old.ram.copy_bytes,
+        bench.parts = mirrored_parts(self.leader)
+        memory = bench.open_cache(
+            replace(plain, divided=True), Budget(old.budget.limit), copy_bytes=old.ram.copy_bytes
         )
         assert memory.budget.reserve("transient", old.budget.by_kind()["transient"])
         bench.use(memory)
@@ -90,7 +89,8 @@ class Pair(History):
         self.repeat()
         ram, total = self.bench.kv.ram, 0
         for mine in [*ram.idle.values(), *ram.busy.values()]:
-            theirs = self.follower.lineage(self.leader.number(mine))
+            assert isinstance(mine, MirroredLineage)
+            theirs = self.follower.lineage(mine.number)
             assert (mine.base, mine.capacity) == (theirs.base, theirs.capacity)
             total += compare_rows(mine, theirs)
             for a, b in zip(states(mine), states(theirs), strict=True):

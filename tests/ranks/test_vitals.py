@@ -11,7 +11,7 @@ from mlxcache.config.memory import NO_PRESSURE, MemoryPressure, PressureLevel
 from mlxcache.ranks import operations as op
 from mlxcache.ranks.group import Place, Watch
 from mlxcache.ranks.rank_zero import RankZero
-from mlxcache.ranks.vitals import VitalsReader
+from mlxcache.ranks.setup import VitalsReader
 from mlxcache.store.store import Store
 from tests.ranks.test_group import Asked
 

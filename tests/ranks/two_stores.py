@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,13 +11,16 @@ import mlx.core as mx
 import msgspec
 import numpy as np
 
+from mlxcache.cache.restore import DiskLookup
 from mlxcache.model import kv, serialise
 from mlxcache.model.lineage import Lineage
 from mlxcache.model.load import ModelSpec, load
 from mlxcache.ranks import operations as op
 from mlxcache.ranks.follower import Follower
-from mlxcache.ranks.group_store import GroupStore, Whole, wait_for_outcome
 from mlxcache.ranks.leader import Leader
+from mlxcache.ranks.mirrored import MirroredFiles, MirroredLineage
+from mlxcache.ranks.rank_zero import GroupStore, Whole, wait_for_outcome
+from mlxcache.store.found import Piece, Saved
 from mlxcache.store.store import Store
 from mlxcache.types import Tokens, token_ids
 
@@ -66,7 +70,8 @@ class TwoStores:
         self.questions = Questions(self.follower)
         leader = Leader(None, [Operations(self.follower)], [self.questions])
         self.leader = leader
-        self.layout = replace(plain, lockstep=leader)
+        self.layout = replace(plain, divided=True)
+        self.files = MirroredFiles(leader, self.layout)
         own = Store.open(
             folder / "own", "namespace.tensor.0of2", None, needs_checkpoints=plain.opaque
         )
@@ -75,11 +80,15 @@ class TwoStores:
         whole = Whole("namespace", "tensor", 2, "not divided")
         self.store = GroupStore(own, leader, whole, needs_checkpoints=plain.opaque)
 
-    def fed(self, ids: Tokens) -> Lineage:
+    def empty(self, capacity: int) -> MirroredLineage:
+        lineage = MirroredLineage(self.leader, self.layout, 1 << 30)
+        lineage.grow(capacity)
+        return lineage
+
+    def fed(self, ids: Tokens) -> MirroredLineage:
         """A lineage with `ids`, on both ranks."""
-        lineage = Lineage(self.layout, 1 << 30)
-        lineage.grow(len(ids))
-        self.leader.feed(lineage, ids)
+        lineage = self.empty(len(ids))
+        lineage.note_feed(ids)
         self.model(mx.array(ids)[None], cache=lineage.caches)
         kv.eval_states(lineage.caches)
         lineage.advance(len(ids))
@@ -89,18 +98,24 @@ class TwoStores:
         """Write the run of `ids` from `start`; without `tell`, rank 1 is not told."""
         out = memoryview(bytearray(serialise.run_bytes(self.layout, len(ids) - start)))
         spans = [(lineage, start, len(ids))]
-        tensors = serialise.copied_run(self.layout, spans, out)
         if tell:
-            self.leader.write_run(ids, start, spans)
-            self.store.write_run(ids, start, tensors)
+            self.store.write_run(ids, start, self.files.copy_run(ids, start, spans, out))
         else:
+            tensors = serialise.copied_run(self.layout, spans, out)
             Store.write_run(self.store, ids, start, tensors)
 
     def write_state(self, lineage: Lineage, ids: Tokens) -> None:
         """Write a checkpoint at the end of `ids`, which must be that of the lineage."""
         state = lineage.capture()
-        self.leader.write_state(ids, state)
-        self.store.write_checkpoint(ids, serialise.state_tensors(state))
+        self.store.write_checkpoint(ids, self.files.copy_state(ids, state))
+
+    def load(
+        self, lineage: Lineage, ids: Tokens, pieces: Sequence[Piece], state: Saved | None = None
+    ) -> None:
+        """Load files of `ids` into an empty lineage, and a checkpoint at their end."""
+        lookup = DiskLookup(ids, target=len(ids), pieces=tuple(pieces), state=state)
+        self.files.load_runs(lookup, lineage)
+        self.files.load_state(lookup, lineage)
 
     def close(self) -> None:
         self.follower.close()

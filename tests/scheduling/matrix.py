@@ -193,7 +193,7 @@ class Checked(Bench):
         """Nothing is cached, and nothing was asked."""
         self.ledger = Ledger(self.kv.layout.opaque)
         self.said.clear()
-        self.use(KVCache.open(self.kv.layout, Budget(RAM)))
+        self.use(self.open_cache(self.kv.layout, Budget(RAM)))
 
     def start(self, folder: Path) -> DiskTier:
         """An empty RAM tier over what the disk has in `folder`, as a new process has it."""
