@@ -125,9 +125,10 @@ class Engine:
         )
         self._rounds = rounds or Rounds()
         self._thread = self._rounds.thread
+        heartbeat = self._thread.heartbeat
         self._ranks: RankZero | None = None
         if place is not None:
-            self._ranks = RankZero(place, self._own_age, self._on_loss)
+            self._ranks = RankZero(place, lambda: heartbeat.silent_s, self._on_loss)
         self._first_load = FirstLoad(settings, self._rounds, self._ranks, on_progress)
         self._runtime: ModelRuntime | None = None
         self._resident: Resident | None = None
@@ -162,35 +163,26 @@ class Engine:
 
     def _serve(self, loaded: load.Loaded, weights: Weights) -> None:
         """Runs on the MLX thread."""
-        runtime = self.make_runtime(loaded, self._shared(weights))
+        residency = self._rounds.residency
+        shared = None
+        if residency.memory is not None:
+            shared = Shared(residency.memory, residency.size_beside_kept(weights))
+        runtime = self.make_runtime(loaded, shared)
         if self.state == "stopped":  # `stop` found nothing to close
             runtime.close(died=False)
             raise stopping()
         self._rounds.add(runtime.scheduler)
-        self._resident = self._make_resident(runtime, weights)
-        self._rounds.residency.add(self._resident)
-        self._runtime = runtime
-
-    def _own_age(self) -> float:
-        return self._thread.heartbeat.silent_s
-
-    def _make_resident(self, runtime: ModelRuntime, weights: Weights) -> Resident:
-        entry = self.settings.entries[0]
-        keep = self.settings.keep_for(entry)
-        return Resident(
-            entry.label,
+        keep = self.settings.keep_for(self.settings.entries[0])
+        self._resident = Resident(
+            self.label,
             weights,
             runtime.scheduler,
             reserved=runtime.reserved,
             keep=keep == "always",
             idle_s=keep if isinstance(keep, int | float) else None,
         )
-
-    def _shared(self, weights: Weights) -> Shared | None:
-        residency = self._rounds.residency
-        if residency.memory is None:
-            return None
-        return Shared(residency.memory, residency.size_beside_kept(weights))
+        residency.add(self._resident)
+        self._runtime = runtime
 
     def make_runtime(self, loaded: load.Loaded, shared: Shared | None = None) -> ModelRuntime:
         """Make the runtime of a loaded model. Call on the MLX thread."""
@@ -215,20 +207,17 @@ class Engine:
             self._ranks.close()
 
     def _on_death(self, error: BaseException) -> None:
-        """Record the error that ended the MLX thread, and write committed KV to disk.
-
-        Runs on the MLX thread.
-        """
+        """Record the error that ended the MLX thread, and write committed KV to disk."""
         self.failure = f"The MLX thread died ({type(error).__name__}: {str(error)[:200]})."
         self._loop.call_soon_threadsafe(self._died, self.failure)
         if self._runtime is not None:
             self._runtime.close(died=True)
 
     def _on_loss(self, why: str) -> None:
-        """Fail all requests because another rank is lost; end the process after `LOST_S` seconds.
+        """Fail all requests because another rank is lost, and end the process `LOST_S` seconds
+        later.
 
-        `why`: the cause, for the error message. Any thread. The MLX thread is not waited for,
-        because it may wait for that rank for ever, in a pass.
+        The MLX thread is not waited for: it may wait for that rank for ever, in a pass.
         """
         self.failure = f"The group of ranks has ended: {why}."
         self._loop.call_soon_threadsafe(self._died, self.failure)
@@ -299,10 +288,7 @@ class Engine:
         return await self._loop.run_in_executor(self._pool, self._run, make, "plain text")
 
     def decode(self, prompt: Prompt) -> str:
-        """Return the text of a prompt of token ids, including control tokens.
-
-        Raises as `render`, and BadRequest for an empty prompt and for ids outside the vocabulary.
-        """
+        """Return the text of a prompt of token ids, including control tokens."""
         runtime = self._ready()
         runtime.check(prompt)
         decode = runtime.builders.of(None).decode
@@ -419,7 +405,6 @@ class Engine:
 
     @property
     def info(self) -> ModelInfo | None:
-        """Description of the served model; None until it was loaded for the first time."""
         return self._runtime.info if self._runtime is not None else None
 
     @property
@@ -519,7 +504,7 @@ class Engine:
             figures,
             remote=remote,
             ranks=self.ranks,
-            sessions=runtime.book.count,
+            sessions=runtime.book.writer.count,
             pressure=runtime.pressure.figures() if runtime.pressure else None,
             queue=self._requests.figures(),
         )
@@ -563,7 +548,7 @@ class Engine:
             return record
         if self._with_session(record).session is None and record.status in RECORDED:
             if self.state == "ready":
-                await runtime.book.written()
+                await runtime.book.writer.written()
             self._with_session(record)
         return record
 
@@ -571,7 +556,7 @@ class Engine:
         if record.model not in (None, self.label):
             return record
         if record.session is None and self._runtime is not None:
-            record.session = self._runtime.book.session_of(record.joined or record.id)
+            record.session = self._runtime.book.writer.session_of(record.joined or record.id)
         return record
 
 
@@ -600,6 +585,3 @@ def _learn_forms(runtime: ModelRuntime, prompt: Prompt, owner: str | None, of: s
             "model %s, %s: tool results not prepared, guesses are made without them",
             *(runtime.label, of),
         )
-
-
-__all__ = ["Engine", "MlxcacheError", "Stream"]

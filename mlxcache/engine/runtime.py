@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -394,7 +395,12 @@ class ModelRuntime:
         context.
         """
         context = self.loaded.info.context_length
-        longest = bisect_left(range(1, context + 1), True, key=lambda n: not self._fits(n))
+        free, transient = self._plan.budget.own_free, self._plan.transient
+
+        def too_long(tokens: int) -> bool:
+            return not has_room(tokens, self.layout, self.cost, free=free, transient=transient)
+
+        longest = bisect_left(range(1, context + 1), True, key=too_long)
         if longest < min(context, MIN_CONTEXT):
             self._plan.refuse(f"has room for {longest} tokens of this model")
         if longest < context:
@@ -408,10 +414,6 @@ class ModelRuntime:
         ):  # fmt: skip
             log.warning("model %s: memory may be insufficient: %s", self.label, line)
         return longest
-
-    def _fits(self, tokens: int) -> bool:
-        free, transient = self._plan.budget.own_free, self._plan.transient
-        return has_room(tokens, self.layout, self.cost, free=free, transient=transient)
 
     @property
     def reserved(self) -> Mapping[str, int]:
@@ -515,6 +517,9 @@ class ModelRuntime:
             self._add_turn(task, reply, figures)
         self._publish()
 
+    def _publish(self) -> None:
+        self.figures.publish()
+
     def _share_reply(self, task: Task, reply: GeneratedReply | None) -> None:
         prompt = task.job.prompt
         if self.remote is None or reply is None or not isinstance(prompt, ChatPrompt):
@@ -547,9 +552,6 @@ class ModelRuntime:
         if rows:
             self.builders.learn({owner: rows})
 
-    def _publish(self) -> None:
-        self.figures.publish()
-
     def _add_turn(self, task: Task, reply: GeneratedReply | None, figures: SessionFigures) -> None:
         if task.record.status not in RECORDED or task.job.api == WARMING:
             return
@@ -557,7 +559,8 @@ class ModelRuntime:
         if task.out and self.kv.match(ids) < len(ids):
             ids = ids[:-1]  # the last token was drawn and not fed, so it has no KV
         gain = Gain(figures, self.scheduler.prefill.speed.take_unsaved())
-        self.book.add_turn(task.job, ids, reply.row if reply else None, gain)
+        row = reply.row if reply else None
+        self.book.writer.add_turn(task.job, ids, time.time(), row, gain)
 
     # -- the end -----------------------------------------------------------------------------------
 

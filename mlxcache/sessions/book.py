@@ -27,12 +27,11 @@ from mlxcache.store.leaves import Leaf, LeafRow
 from mlxcache.store.listing import Held, Listed
 from mlxcache.store.reply_rows import ReplyRow
 from mlxcache.store.response_rows import StoredResponse
-from mlxcache.store.session_rows import Gain
 from mlxcache.store.sessions import LeafChanged, Session, Sessions
 from mlxcache.store.snapshot_format import SessionInfo
 from mlxcache.store.snapshots import SnapshotExport, read_origin
 from mlxcache.store.store import Store
-from mlxcache.types import Job, Tokens
+from mlxcache.types import Tokens
 
 log = logging.getLogger("mlxcache.engine")
 
@@ -256,8 +255,8 @@ class ServerFiles:
 class ModelSessions:
     """What one model keeps of the sessions: turns, KV in RAM, stored responses.
 
-    Use on the event loop, unless a method says otherwise. `before_removal` is called on the MLX
-    thread before KV is removed. The methods raise as those of `SessionBook`.
+    Use on the event loop, unless a method says otherwise. `writer` writes turns. `before_removal`
+    is called on the MLX thread before KV is removed. The methods raise as those of `SessionBook`.
     """
 
     def __init__(
@@ -284,12 +283,12 @@ class ModelSessions:
         self._before_removal = before_removal
         remote = kv.disk.remote if kv.disk is not None else None
         shared = remote.sessions if remote is not None else None
-        self._writer = SessionWriter(sessions, model, self.store, shared, label=kv.label)
+        self.writer = SessionWriter(sessions, model, self.store, shared)
         self._checking = asyncio.Lock()
         self._closed = False
         self._replies: ReplyFeed | None = None
         if self.store is not None:
-            self._replies = ReplyFeed(sessions, self.store, learn, label=kv.label)
+            self._replies = ReplyFeed(sessions, self.store, learn, model.name)
         self.files = SessionFiles(
             self, kv, thread, submit=submit, prompt_caches=prompt_caches, incoming=incoming
         )
@@ -304,30 +303,12 @@ class ModelSessions:
         if self._replies is not None and not self._closed:
             await self._replies.refresh()
 
-    @property
-    def count(self) -> int:
-        return self._writer.count
-
-    def add_turn(self, job: Job, ids: Tokens, reply: ReplyRow | None, gain: Gain) -> None:
-        """Write a finished request as a turn of its session. Any thread; returns at once.
-
-        `ids`: tokens of its prompt and reply as far as they are cached. `reply`: for replay, or
-        None.
-        """
-        self._writer.add_turn(job, ids, time.time(), reply, gain)
-
-    def session_of(self, request: str) -> str | None:
-        return self._writer.session_of(request)
-
-    async def written(self) -> None:
-        await self._writer.written()
-
     def shared_with_sessions(self, label: str, ids: Tokens) -> list[tuple[bool, int]]:
         """Return (is this model's, shared leading tokens) of the leaves under a label.
 
         Any thread; blocks.
         """
-        table = self._writer.table
+        table = self.writer.table
         return [
             (session.namespace == self.namespace, common_length(leaf.ids, ids))
             for session in table.all(label=label)
@@ -354,16 +335,16 @@ class ModelSessions:
         return (await self._measured(lambda table: [table.get(id, OWNER.get())]))[0]
 
     async def row(self, id: str) -> Session:
-        return await self._writer.read(lambda: self._writer.table.get(id, OWNER.get()))
+        return await self.writer.read(lambda: self.writer.table.get(id, OWNER.get()))
 
     async def rows(self, limit: int | None = None) -> Sequence[Session]:
-        return await self._writer.read(lambda: self._writer.table.all(limit, OWNER.get()))
+        return await self.writer.read(lambda: self.writer.table.all(limit, OWNER.get()))
 
     async def related(self, session: Session) -> Sequence[Session]:
-        return await self._writer.read(lambda: self._writer.table.related(session))
+        return await self.writer.read(lambda: self.writer.table.related(session))
 
     async def info(self, id: str) -> SessionInfo:
-        return await self._writer.read(lambda: self._writer.table.info(id, OWNER.get()))
+        return await self.writer.read(lambda: self.writer.table.info(id, OWNER.get()))
 
     async def with_ram(self, listed: Sequence[Listed]) -> Sequence[Listed]:
         """Add the KV that this model's RAM holds to each one's `ram`; may raise LeafChanged."""
@@ -380,7 +361,7 @@ class ModelSessions:
 
     async def _in_ram(self, left: dict[str, tuple[LeafRow, ...]]) -> dict[str, Held]:
         def read_ids(leaves: Sequence[LeafRow]) -> dict[LeafRow, Tokens]:
-            return {leaf: self._writer.table.ids_of(leaf) for leaf in leaves}
+            return {leaf: self.writer.table.ids_of(leaf) for leaf in leaves}
 
         held: dict[str, Held] = {}
         ids: dict[LeafRow, Tokens] = {}
@@ -389,22 +370,20 @@ class ModelSessions:
             asked = dict(zip(left, found, strict=False))
             held |= {id: one for id, one in asked.items() if one is not None}
             if unknown := [leaf for id in asked.keys() - held.keys() for leaf in left[id]]:
-                ids |= await self._writer.read(partial(read_ids, unknown))
+                ids |= await self.writer.read(partial(read_ids, unknown))
         return held
 
     async def tree_part(self, listed: Sequence[Listed], label: str | None) -> TreePart:
         """Return those of `listed` that belong to this model, as a part of a tree view."""
         own = [one for one in listed if one.session.namespace == self.namespace]
-        table = self._writer.table
+        table = self.writer.table
         leaves = [leaf for one in own for leaf in one.leaves]
-        ids = await self._writer.read(
-            lambda: [table.ids(leaf.id)[: leaf.tokens] for leaf in leaves]
-        )
+        ids = await self.writer.read(lambda: [table.ids(leaf.id)[: leaf.tokens] for leaf in leaves])
         return TreePart(own, dict(zip(leaves, ids, strict=True)), self.decode, label)
 
     async def _measured(self, find: Callable[[Sessions], Sequence[Session]]) -> Sequence[Listed]:
         def from_table() -> Sequence[Listed]:
-            table = self._writer.table
+            table = self.writer.table
             listed = table.listed(find(table))
             try:
                 return self.store.on_disk(listed, table.ids_of) if self.store else listed
@@ -413,46 +392,46 @@ class ModelSessions:
             except StoreError:  # the folder was removed, which is logged elsewhere
                 return listed
 
-        return await self.with_ram(await self._writer.read(from_table))
+        return await self.with_ram(await self.writer.read(from_table))
 
     # -- changing ----------------------------------------------------------------------------
 
     async def patch(self, id: str, *, name: str | None, pinned: bool | None) -> None:
         change = partial(self._sessions.update, id, name=name, pinned=pinned, owner=OWNER.get())
-        await self._writer.change(id, change)
+        await self.writer.change(id, change)
         if pinned is not None:
-            await self._writer.run(lambda: self._writer.pin(id, pinned=pinned))
+            await self.writer.run(lambda: self.writer.pin(id, pinned=pinned))
 
     async def fork(self, id: str, name: str | None, tokens: int | None) -> str:
         """Fork a session; return the id of the new one."""
         info = await self.info(id)
         size = len(info.leaves[0].ids) if info.leaves else 0
-        return await self._writer.change(
+        return await self.writer.change(
             id, lambda: self._sessions.fork(id, time.time(), name, tokens), tokens=size
         )
 
     async def delete(self, id: str) -> Sequence[Leaf]:
         """Remove a session; return its leaves, whose KV is still there (see `forget`)."""
-        leaves = await self._writer.read(lambda: self._writer.table.leaves(id))
+        leaves = await self.writer.read(lambda: self.writer.table.leaves(id))
         await self.settled()
-        await self._writer.run(lambda: self._writer.delete(id))
+        await self.writer.run(lambda: self.writer.delete(id))
         return leaves
 
     async def forget(self, namespace: str, leaf: Leaf) -> None:
         """Remove the KV of a removed `leaf` that no other leaf needs; in RAM only this model's."""
         ids = leaf.ids
-        others = await self._writer.read(lambda: self._writer.table.sharing(namespace, ids))
+        others = await self.writer.read(lambda: self.writer.table.sharing(namespace, ids))
         needed = max(others.values(), default=0)
         if namespace == self.namespace:
             await self._remove(lambda: self._kv.forget(ids, needed))
         if self.store is not None:
             seen = self.store.for_namespace(namespace)
-            await self._writer.run(lambda: seen.remove_unshared(self._writer.table, ids))
+            await self.writer.run(lambda: seen.remove_unshared(self.writer.table, ids))
 
     async def clear(self, *, pinned: bool) -> dict[str, int]:
         """Clear both tiers, and remove all sessions of every owner."""
         await self.settled()
-        removed = await self._writer.run(lambda: self._writer.clear(pinned=pinned))
+        removed = await self.writer.run(lambda: self.writer.clear(pinned=pinned))
         await self._remove(self._kv.clear)
         return removed
 
@@ -481,7 +460,7 @@ class ModelSessions:
     async def adopt(self, info: SessionInfo, name: str | None) -> str:
         """Enter an imported session; return the id that it has here."""
         enter = partial(self._sessions.adopt, info, time.time(), name, OWNER.get())
-        return await self._writer.run(enter, tokens=sum(len(leaf.ids) for leaf in info.leaves))
+        return await self.writer.run(enter, tokens=sum(len(leaf.ids) for leaf in info.leaves))
 
     # -- stored responses --------------------------------------------------------------------
 
@@ -489,11 +468,11 @@ class ModelSessions:
         """Store a response; it is durable once this returns."""
         size = len(response.body) + len(response.items)
         save = partial(self._sessions.save_response, response)
-        await self._writer.run(save, tokens=size // ROW_BYTES)
+        await self.writer.run(save, tokens=size // ROW_BYTES)
 
     async def response(self, id: str) -> StoredResponse:
         owner = OWNER.get()
-        return await self._writer.read(lambda: self._writer.table.response(id, owner))
+        return await self.writer.read(lambda: self.writer.table.response(id, owner))
 
     async def response_chain(self, id: str) -> Sequence[StoredResponse]:
         """Return a stored response and those that it continues, oldest first.
@@ -501,11 +480,11 @@ class ModelSessions:
         Raises NotFound if one is missing or another key's, or if they are too many or too large.
         """
         owner = OWNER.get()
-        return await self._writer.read(lambda: self._writer.table.response_chain(id, owner))
+        return await self.writer.read(lambda: self.writer.table.response_chain(id, owner))
 
     async def delete_response(self, id: str) -> None:
         owner = OWNER.get()
-        await self._writer.run(lambda: self._sessions.delete_response(id, owner))
+        await self.writer.run(lambda: self._sessions.delete_response(id, owner))
 
     # -- state ---------------------------------------------------------------------------------
 
@@ -523,11 +502,11 @@ class ModelSessions:
         self._closed = True
         if self._replies is not None:
             self._replies.close()
-        if left := self._writer.close():
+        if left := self.writer.close():
             log.warning(
                 "model %s: shutdown: %d turns were not written to the table of sessions within "
                 "%g s",
-                *(self._kv.label, left, CLOSE_S),
+                *(self.model.name, left, CLOSE_S),
             )
 
 
@@ -538,8 +517,8 @@ class ReplyFeed:
     waits for it only briefly.
     """
 
-    def __init__(self, sessions: Sessions, store: Store, learn: Learn, *, label: str = "unnamed"):
-        self._label = label
+    def __init__(self, sessions: Sessions, store: Store, learn: Learn, model: str):
+        self._model = model
         self._sessions, self._store, self._learn = sessions, store, learn
         self._last = 0
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="mlxcache-replies")
@@ -554,12 +533,12 @@ class ReplyFeed:
         except StoreError as error:  # reported where the table is written
             log.debug(
                 "model %s: cannot read the replies on disk that are kept for replay: %s",
-                *(self._label, error),
+                *(self._model, error),
             )
             return
         except Exception:  # a prompt is rendered without them
             log.exception(
-                "model %s: reading the replies on disk failed, they are not replayed", self._label
+                "model %s: reading the replies on disk failed, they are not replayed", self._model
             )
             return
         if rows:

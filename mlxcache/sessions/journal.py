@@ -88,11 +88,8 @@ class SessionWriter:
         model: Served,
         store: Store | None,
         shared: SharedSessions | None = None,
-        *,
-        label: str = "unnamed",
     ):
         self.count = 0
-        self._label = label
         self._shared = shared
         self._sessions = sessions
         self._model = model
@@ -116,7 +113,10 @@ class SessionWriter:
         reply: ReplyRow | None = None,
         gain: Gain | None = None,
     ) -> None:
-        """Write a finished request as a turn; later, if the table cannot be written. Any thread."""
+        """Write a finished request as a turn; later, if the table cannot be written. Any thread.
+
+        `ids`: tokens of its prompt and reply as far as they are cached. `reply`: for replay.
+        """
         prompt = job.prompt
         marks, length = prompt.marks, len(prompt.ids)
         turn = Turn(
@@ -155,11 +155,11 @@ class SessionWriter:
             if not self._failing:
                 log.warning(
                     "model %s: turns not written to the table of sessions, retrying every %g s: %s",
-                    *(self._label, RETRY_S, error),
+                    *(self._model.name, RETRY_S, error),
                 )
             self._failing = True
         except Exception:
-            log.exception("model %s: writing to the table of sessions failed", self._label)
+            log.exception("model %s: writing to the table of sessions failed", self._model.name)
 
     def _write_with_late(self, *turns: tuple[str, Turn]) -> None:
         for request, turn in turns:

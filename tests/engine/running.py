@@ -14,10 +14,15 @@ from mlxcache.engine.engine import Engine
 
 @asynccontextmanager
 async def started(
-    model: Path, folder: Path, *, remote: Any = None, **more: Any
+    model: Path,
+    folder: Path,
+    *,
+    remote: Any = None,
+    make: Any = Engine,
+    **more: Any,
 ) -> AsyncIterator[Engine]:
     settings = {"ram": "300MB", "disk": "off"} | more
-    engine = Engine(Settings(model=str(model), cache_dir=folder, **settings), remote=remote)
+    engine = make(Settings(model=str(model), cache_dir=folder, **settings), remote=remote)
     await engine.start()
     try:
         yield engine

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from mlxcache.config import Settings
-from mlxcache.engine.engine import Engine
 from mlxcache.engine.figures import GUESSES
 from mlxcache.engine.runtime import ModelRuntime
 from mlxcache.guess.rule import LENGTHS, PassCosts
@@ -15,6 +13,7 @@ from mlxcache.model import kv
 from mlxcache.prompt.builder import ResultForms
 from mlxcache.scheduling.pass_costs import load_passes, measure_passes, save_passes
 from mlxcache.types import Chat, Finished, Job, Sampling, Tokens, token_ids
+from tests.engine.running import started
 from tests.scheduled import Bench
 from tests.scheduling.guesses import CHEAP_CURVES
 
@@ -78,12 +77,8 @@ async def test_a_server_checks_guesses_and_counts_them(
 ) -> None:
     """A reply that was given before is given again in fewer passes, by the same tokens."""
     monkeypatch.setattr("mlxcache.engine.runtime.measure_passes", lambda *_: CHEAP_CURVES)
-    settings = Settings(
-        model=str(toy_paths["llama"]), cache_dir=tmp_path, ram="1GB", disk="1GB", speculate="auto"
-    )
-    engine = Engine(settings)
-    await engine.start()
-    try:
+    path, more = toy_paths["llama"], {"ram": "1GB", "disk": "1GB", "speculate": "auto"}
+    async with started(path, tmp_path, **more) as engine:
         runtime = engine._runtime
         assert isinstance(runtime, ModelRuntime)
         assert runtime.speculation is not None
@@ -117,14 +112,12 @@ async def test_a_server_checks_guesses_and_counts_them(
             assert counted[name]["history"] == pytest.approx(total)
             assert counted[name]["draft"] == 0
         assert [record.guess_source for record in records[1:]] == ["history", None]
-        await runtime.book.written()
+        await runtime.book.writer.written()
         sessions = [one.figures for one in await engine.sessions.list()]
         assert sum(one.accepted_tokens for one in sessions) == counted["accepted"]["history"]
         assert sum(one.guess_passes for one in sessions) == counted["passes"]["history"]
         assert figures["tokens"]["accepted"] >= records[1].accepted_tokens
         assert (tmp_path / "passes.json").exists()
-    finally:
-        await engine.stop()
 
 
 def test_the_layouts_that_can_be_rewound(toy_paths: dict[str, Path]) -> None:

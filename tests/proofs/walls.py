@@ -255,7 +255,7 @@ class Player:
 
     async def clear(self) -> None:
         """Make everything cold again."""
-        await self.engine.book.written()
+        await self.engine.book.writer.written()
         await self.engine.sessions.clear(pinned=True)
 
     async def check(self) -> str:

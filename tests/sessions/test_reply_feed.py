@@ -57,7 +57,7 @@ async def test_replies_of_before_are_known_at_the_start_and_others_soon(folder: 
     write(sessions, 2, owner="alice")
     write(sessions, 3, namespace="another")
     learned = Learned()
-    feed = ReplyFeed(sessions, store, learned)
+    feed = ReplyFeed(sessions, store, learned, "m")
     feed.start()
     assert learned.ids == {None: [1], "alice": [2]}
     write(others, 4)
@@ -73,7 +73,7 @@ async def test_a_removed_folder_is_not_made_again_by_looking(folder: Path) -> No
     """Who removes it finds it gone, until a request writes."""
     store, sessions = opened(folder, "n")
     write(sessions, 1)
-    feed = ReplyFeed(sessions, store, Learned())
+    feed = ReplyFeed(sessions, store, Learned(), "m")
     feed.start()
     shutil.rmtree(folder)
     await feed.refresh()
@@ -88,7 +88,7 @@ async def test_a_request_does_not_wait_for_a_slow_table(
     """The read goes on by itself, and its replies are passed on then."""
     store, sessions = opened(folder, "n")
     learned, free = Learned(), threading.Event()
-    feed = ReplyFeed(sessions, store, learned)
+    feed = ReplyFeed(sessions, store, learned, "m")
     feed.start()
     write(sessions, 1)
     read = sessions.replies
