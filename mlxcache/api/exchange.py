@@ -29,7 +29,7 @@ from mlxcache.wire import anthropic_types
 from mlxcache.wire.openai_types import Generation
 
 if TYPE_CHECKING:
-    from mlxcache.engine.engine import Stream
+    from mlxcache.engine.requests import Stream
 
 log = logging.getLogger(__name__)
 

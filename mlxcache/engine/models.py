@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("mlxcache.engine")
 
 GIVE_UP_S = 0.2
-"""Seconds between two looks at a load that no request waits for."""
 
 FIRST_LOAD_S = 10.0
 """Assumed seconds of a load of which nothing is known yet."""
@@ -87,7 +86,6 @@ class Models:
 
     @property
     def default(self) -> Engine:
-        """The engine of the default model."""
         return self.engines[0]
 
     async def start(self) -> None:
@@ -115,7 +113,6 @@ class Models:
         return memory
 
     async def stop(self, seconds: float = 8.0) -> None:
-        """End all requests and the MLX thread, waiting at most `seconds`."""
         self._stopping = True
         if self._pressure is not None:
             self._pressure.stop()
@@ -147,7 +144,6 @@ class Models:
         return engine
 
     async def _open_for(self, engine: Engine, arrival: Arrival | None) -> None:
-        """Wait until the model of `engine` is loaded; start to load it if needed."""
         limits = (arrival.timeout_s if arrival else None, self.settings.request_timeout)
         seconds = min((limit for limit in limits if limit is not None), default=None)
         end = None if seconds is None else time.monotonic() + seconds
@@ -193,7 +189,6 @@ class Models:
         log.info("model %s: loaded in %.1f s", engine.label, time.monotonic() - began)
 
     def find(self, requested: str | None) -> Engine:
-        """Return the engine of the model that a request names; unknown names get the default."""
         return self.engines[match_model(requested, self.entries, self.settings.route)]
 
     def named(self, name: str) -> Engine:
@@ -211,7 +206,7 @@ class Models:
         raise NotFound(f"There is no model {name!r}; the models are {known}.")
 
     def of_record(self, record: RequestRecord) -> Engine:
-        """Return the engine that served a recent request; the default one if it is not known."""
+        """Return the engine that served a recent request, or else the default one."""
         return next((one for one in self.engines if one.label == record.model), self.default)
 
     # -- sessions ----------------------------------------------------------------------------------
@@ -317,8 +312,7 @@ class Models:
         return {"state": "loading", "progress": engine.load_share}
 
 
-def _ignore(what: str, share: float | None) -> None:
-    """Do nothing: the load progress of models other than the default one is not reported."""
+def _ignore(what: str, share: float | None) -> None: ...
 
 
 # -- requests that wait for a first load -----------------------------------------------------------
@@ -407,7 +401,6 @@ class Arrivals:
         )
 
     def _left_s(self, label: str, began: float) -> float:
-        """Estimate the seconds until the model `label` is loaded."""
         share, passed = self._share(label) or 0.0, time.monotonic() - began
         left = passed * (1 - share) / share if share > 0.05 else FIRST_LOAD_S
         return min(MAX_RETRY_S, max(MIN_RETRY_S, left))

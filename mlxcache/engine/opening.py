@@ -96,7 +96,6 @@ def hash_files(spec: load.ModelSpec, settings: Settings) -> None:
 def namespace_of(
     path: Path, backend: str, layout_key: str, settings: Settings, draft: Path | None
 ) -> str:
-    """Return the namespace of the model in folder `path`; see `fingerprint`."""
     return fingerprint(
         path,
         adapter=Path(settings.adapter) if settings.adapter else None,
@@ -186,7 +185,6 @@ def open_tier(
     seconds: Callable[[int, int], float],
     label: str,
 ) -> RemoteTier:
-    """Open the part of the shared remote that belongs to one model."""
     from mlxcache.remote.fetch import Shape  # noqa: PLC0415 - only with --remote
     from mlxcache.remote.tier import RemoteTier  # noqa: PLC0415
 

@@ -40,10 +40,9 @@ QUEUE_SHARE = 2
 """Divisor: one session may have 1/QUEUE_SHARE of the places in the queue."""
 
 BACKLOG = 256
-"""Number of unread events above which further text is merged with the last event."""
+"""Unread events above which further text is merged with the last event."""
 
 GRACE_S = 1.0
-"""Seconds to wait before a reader that seems stalled is cancelled."""
 
 OWN_FIELDS = ("id", "owner", "session", "api", "client", "created_at", "joined", "error", "timing")
 """Fields of a record that a request keeps when it joins the computation of another."""
@@ -76,11 +75,10 @@ OnEvent = Callable[["LiveRequest", Event | BaseException], None]
 class Stream:
     """Events of a reply in progress, for one reader: Admitted, Progress and pieces, then Finished.
 
-    From `BACKLOG` unread events on, consecutive texts are merged and Progress is dropped. If the
-    reader takes none of the waiting events for `stall_s` seconds, `cancel()` is called: it cancels
-    the request, or removes only this reader if the request has other ones. `reply` replaces names
-    that the model was shown instead of the client's, such as stable UUIDs, by the client's. Use on
-    the event loop.
+    From `BACKLOG` unread events on, consecutive texts are merged and Progress is dropped.
+    `cancel()` is called if the reader leaves, or takes none of the waiting events for `stall_s`
+    seconds. `reply` replaces names that the model was shown instead of the client's. Use on the
+    event loop.
     """
 
     def __init__(
@@ -105,7 +103,6 @@ class Stream:
         self._timer: asyncio.TimerHandle | None = None
 
     def put(self, event: Event | BaseException) -> None:
-        """Add an event, or an error that ends the stream."""
         if self._over:
             return
         if isinstance(event, Admitted):
@@ -189,7 +186,6 @@ class Stream:
 
     @property
     def over(self) -> bool:
-        """True once Finished or an error was added, even if the reader has not taken it yet."""
         return self._over
 
     async def __aenter__(self) -> Stream:
@@ -247,7 +243,6 @@ class LiveRequest:
             self._loop.call_soon_threadsafe(self._on_event, self, event)
 
     def put(self, event: Event | BaseException) -> None:
-        """Pass an event, or the error that ends the reply, to all readers."""
         self._over = self._over or isinstance(event, Finished | BaseException)
         if self._events and isinstance(event, Progress) and isinstance(self._events[-1], Progress):
             self._events.pop()  # a reader that joins later needs the latest progress alone
@@ -333,7 +328,6 @@ class LiveRequest:
             stream.put(error)
 
     def close(self) -> list[RequestRecord]:
-        """Complete and return the records of requests that joined; call after the last event."""
         for record in self._joined:
             _copy_result(record, self.record)
             record.error = self.record.error
@@ -376,13 +370,10 @@ def _cancelled(record: RequestRecord) -> Finished:
 
 
 class Forecast:
-    """Estimates when a running request will end."""
-
     def __init__(self) -> None:
         self._reply = FIRST_REPLY
 
     def note_end(self, record: RequestRecord) -> None:
-        """Include the reply of a completed request in the average reply length."""
         if record.status == "done":
             self._reply = 0.8 * self._reply + 0.2 * record.generated_tokens
 
@@ -465,7 +456,6 @@ class RequestTable:
         *,
         keep_pieces: bool,
     ) -> LiveRequest:
-        """Add and submit a new request, and return it."""
         live = LiveRequest(
             job,
             record,
@@ -489,7 +479,6 @@ class RequestTable:
         return True
 
     def all(self) -> Sequence[LiveRequest]:
-        """Return the requests in progress, oldest first. Any thread."""
         return list(self._live.values())
 
     def figures(self) -> Queue:

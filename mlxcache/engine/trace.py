@@ -42,9 +42,8 @@ Part = tuple[str, int]
 class TracedRequest:
     """The data of an ended request that a recording needs.
 
-    `ids`: token ids of prompt and reply, shape (n,). `arrived` and `ended`: seconds since 1970.
-    `session`: its label, or None. `key` and `head`: numbers of leading tokens, those that identify
-    the conversation (None if unknown), and those of tools and system prompt.
+    `ids`: of prompt and reply. `arrived`, `ended`: seconds since 1970. `key`, `head`: numbers of
+    leading tokens that identify the conversation (None if unknown), and of tools and system prompt.
     """
 
     ids: Tokens

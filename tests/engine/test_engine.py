@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
-from mlxcache.config import Settings
 from mlxcache.engine.engine import Engine
 from mlxcache.types import Finished, Job, Prompt, RequestRecord, Text, token_ids
+from tests.engine.running import started
 
 
 async def test_a_reply_ends_though_accounting_for_it_fails(toy, tmp_path: Path) -> None:
@@ -16,24 +17,16 @@ async def test_a_reply_ends_though_accounting_for_it_fails(toy, tmp_path: Path) 
         seen.append(record.id)
         raise OSError("no space left on device")
 
-    settings = Settings(model=str(toy("llama")), cache_dir=tmp_path, ram="100MB", disk="off")
-    engine = Engine(settings, on_request=fail)
-    await engine.start()
-    try:
+    async with started(toy("llama"), tmp_path, make=partial(Engine, on_request=fail)) as engine:
         prompt = Prompt(token_ids(range(10, 50)))
         events = [event async for event in await engine.submit(Job("r", prompt, max_tokens=2))]
-    finally:
-        await engine.stop()
     assert isinstance(events[-1], Finished)
     assert seen == ["r"]
 
 
 async def test_a_reply_that_has_begun_shows_all_that_was_fed(toy, tmp_path: Path) -> None:
     """Cached and fed tokens add up to the prompt, also where it was one chunk."""
-    settings = Settings(model=str(toy("llama")), cache_dir=tmp_path, ram="100MB", disk="off")
-    engine = Engine(settings)
-    await engine.start()
-    try:
+    async with started(toy("llama"), tmp_path) as engine:
         prompt = Prompt(token_ids(range(10, 150)))
         stream = await engine.submit(Job("r", prompt, max_tokens=400))
         async for event in stream:
@@ -43,5 +36,3 @@ async def test_a_reply_that_has_begun_shows_all_that_was_fed(toy, tmp_path: Path
         assert record is not None
         assert record.cached_tokens + record.fed_tokens == record.prompt_tokens == 140
         await stream.aclose()
-    finally:
-        await engine.stop()

@@ -7,15 +7,17 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from mlxcache.config import Settings
 from mlxcache.engine import keep_awake
 from mlxcache.engine.engine import Engine
 from mlxcache.engine.keep_awake import CAFFEINATE, CHECK_S, GRACE_S, KeepAwake, Process, spawn
 from mlxcache.types import Job, Prompt, token_ids
+from tests.engine.running import started
 
 COMMAND = (CAFFEINATE, "-i", "-w", str(os.getpid()))
 
@@ -138,7 +140,6 @@ def test_nothing_happens_if_switched_off_or_elsewhere(
 
 
 def test_a_missing_command_causes_one_warning(caplog: pytest.LogCaptureFixture) -> None:
-    """However many requests follow."""
     mac = Mac(fails="No such file or directory")
     for _ in range(3):
         mac.awake.note_running(1)
@@ -200,22 +201,27 @@ def test_a_command_that_does_not_end_stops_no_server(caplog: pytest.LogCaptureFi
 async def test_an_engine_holds_it_from_the_first_request_to_the_end(toy, tmp_path: Path) -> None:
     """Two requests at once need one command; stopping ends it without the time of grace."""
     mac = Mac()
-    settings = Settings(model=str(toy("llama")), cache_dir=tmp_path, ram="100MB", disk="off")
-    engine = Engine(settings, awake=mac.awake)
-    await engine.start()
-    assert not mac.held
-    streams = [
-        await engine.submit(Job(id, Prompt(token_ids(range(at, at + 40))), max_tokens=4))
-        for id, at in (("a", 10), ("b", 60))
-    ]
-    assert mac.held
-    for stream in streams:
-        async for _ in stream:
-            assert mac.held
-    assert [one.at for one in mac.due if not one.cancelled] == [CHECK_S, GRACE_S]
-    await engine.stop()
+    async with started(toy("llama"), tmp_path, make=partial(Engine, awake=mac.awake)) as engine:
+        assert not mac.held
+        streams = [
+            await engine.submit(Job(id, Prompt(token_ids(range(at, at + 40))), max_tokens=4))
+            for id, at in (("a", 10), ("b", 60))
+        ]
+        assert mac.held
+        for stream in streams:
+            async for _ in stream:
+                assert mac.held
+        assert [one.at for one in mac.due if not one.cancelled] == [CHECK_S, GRACE_S]
     assert not mac.held
     assert mac.started == [COMMAND]
+
+
+def really_awake(processes: list[Any], platform: str) -> KeepAwake:
+    def begin(command: Sequence[str]) -> Process:
+        processes.append(spawn(command))
+        return processes[-1]
+
+    return KeepAwake(on=True, call_later=Mac().call_later, spawn=begin, platform=platform)
 
 
 def test_a_real_command_is_started_and_ended(
@@ -226,16 +232,8 @@ def test_a_real_command_is_started_and_ended(
     script.write_text(f'#!/bin/sh\necho "$@" > {note}.new && mv {note}.new {note}\nexec sleep 60\n')
     script.chmod(0o755)
     monkeypatch.setattr(keep_awake, "CAFFEINATE", str(script))
-    processes: list[subprocess.Popen[bytes]] = []
-
-    def started(command: Sequence[str]) -> Process:
-        process = spawn(command)
-        assert isinstance(process, subprocess.Popen)
-        processes.append(process)
-        return process
-
-    mac = Mac()
-    awake = KeepAwake(on=True, call_later=mac.call_later, spawn=started, platform="darwin")
+    processes: list[Any] = []
+    awake = really_awake(processes, "darwin")
     awake.note_running(1)
     while not note.exists():
         assert processes[0].poll() is None
@@ -247,13 +245,8 @@ def test_a_real_command_is_started_and_ended(
 @pytest.mark.skipif(sys.platform != "darwin", reason="caffeinate is a command of macOS")
 def test_a_mac_has_the_command_and_notes_what_it_asks_for() -> None:
     """The system lists it under the reasons not to sleep."""
-    processes: list[Process] = []
-
-    def started(command: Sequence[str]) -> Process:
-        processes.append(spawn(command))
-        return processes[-1]
-
-    awake = KeepAwake(on=True, call_later=Mac().call_later, spawn=started)
+    processes: list[Any] = []
+    awake = really_awake(processes, sys.platform)
     awake.note_running(1)
     try:
         with pytest.raises(subprocess.TimeoutExpired):

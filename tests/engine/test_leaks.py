@@ -22,6 +22,7 @@ from mlxcache.engine.engine import Engine
 from mlxcache.engine.models import Models
 from mlxcache.types import Finished, Job, Prompt, token_ids
 from tests.conftest import ToyMaker
+from tests.engine.running import started
 
 TALKS = 30
 """More conversations than the budget holds, so that it is full from the first round on."""
@@ -79,9 +80,7 @@ async def compared(path: Path, tmp_path: Path, few: int, many: int, slack: int) 
     third = (many - few) // 3
     buffers: list[int] = []
     gc.collect()  # what earlier tests held
-    engine = Engine(Settings(model=str(path), ram=ram, disk="off", cache_dir=tmp_path))
-    await engine.start()
-    try:
+    async with started(path, tmp_path, ram=ram) as engine:
         for number in range(few):
             await turn(engine, number)
         before = await figures(engine)
@@ -90,8 +89,6 @@ async def compared(path: Path, tmp_path: Path, few: int, many: int, slack: int) 
             buffers.append(await engine.call(lambda core: core.kv.ram.count_buffers()))
         after = await figures(engine)
         assert len(engine.requests()) == min(many, 1000)
-    finally:
-        await engine.stop()
     assert before["evicted"] > 0, "the budget was not full"
     assert abs(after["mlx"] - before["mlx"]) < ram // 8, (before, after)
     first, last = fmean(buffers[:third]), fmean(buffers[-third:])

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from mlxcache.cache import write_behind
-from mlxcache.config import Settings
 from mlxcache.engine.engine import Engine
 from mlxcache.tree.thinning import BUDGET_SHARE, allowed
 from mlxcache.types import Event, Finished, Job, Prompt, Text, token_ids
+from tests.engine.running import started
 
 HEAD, RESULT, REPLY = 300, 100, 8
+LIMITS = {"ram": "150MB", "disk": "400MB"}
 SLACK = 64
 """Tokens that a turn may feed beyond those that are new."""
 
@@ -95,19 +96,17 @@ async def test_many_turns(
     """
     monkeypatch.setattr(write_behind, "REST_S", 0.0)
     talk = Conversation(thought)
-    settings = Settings(model=str(model), cache_dir=tmp_path, ram="150MB", disk="400MB")
-    engine = Engine(settings)
-    await engine.start()
     ram, disk, more = [], [], []
-    for _ in range(turns):
-        talk.say(RESULT)
-        fed, new = await talk.ask(engine)
-        more.append(fed - new)
-        assert await engine.book.settled()
-        ram.append(await engine.call(lambda core: core.kv.tree.checkpoint_bytes))
-        disk.append(on_disk(tmp_path, "checkpoints"))
-    layout = await engine.call(lambda core: core.layout)
-    limit = await engine.call(lambda core: core.kv.budget.limit)
+    async with started(model, tmp_path, **LIMITS) as engine:
+        for _ in range(turns):
+            talk.say(RESULT)
+            fed, new = await talk.ask(engine)
+            more.append(fed - new)
+            assert await engine.book.settled()
+            ram.append(await engine.call(lambda core: core.kv.tree.checkpoint_bytes))
+            disk.append(on_disk(tmp_path, "checkpoints"))
+        layout = await engine.call(lambda core: core.layout)
+        limit = await engine.call(lambda core: core.kv.budget.limit)
     size, tokens = layout.checkpoint_bytes, len(talk.ids)
     bound = allowed(tokens * layout.bytes_per_token, size, limit)
     messages = 1 + 2 * turns
@@ -125,14 +124,12 @@ async def test_many_turns(
         assert ram[-1] <= bound
     assert disk[-1] <= 1.5 * size * messages
     assert disk[-1] - disk[turns // 2] <= 1.2 * disk[turns // 2]
-    await engine.stop()
-    await restarted(settings, talk)
+    async with started(model, tmp_path, **LIMITS) as engine:
+        await go_on(engine, talk)
 
 
-async def restarted(settings: Settings, talk: Conversation) -> None:
+async def go_on(engine: Engine, talk: Conversation) -> None:
     """The next turn, and an edit in the middle, from disk alone."""
-    engine = Engine(settings)
-    await engine.start()
     talk.say(RESULT)
     fed, new = await talk.ask(engine)
     assert fed - new <= SLACK
@@ -145,4 +142,3 @@ async def restarted(settings: Settings, talk: Conversation) -> None:
         distance = len(talk.ids) - at
         fed, new = await edited.ask(engine)
         assert fed - new <= max(SLACK, distance // 2)
-    await engine.stop()

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlxcache.config import Settings
 from mlxcache.engine.engine import Engine
 from mlxcache.engine.requests import Stream
 from mlxcache.errors import DeadlineExceeded, QueueFull, TooMany
@@ -26,19 +25,15 @@ from mlxcache.types import (
     ToolChoice,
     token_ids,
 )
+from tests.engine.running import started
 
 IDS = token_ids(np.random.default_rng(4).integers(10, 400, 300, np.int32))
 
 
 @pytest.fixture
 async def engine(toy_paths: dict[str, Path], tmp_path: Path) -> AsyncIterator[Engine]:
-    settings = Settings(
-        model=str(toy_paths["llama"]), concurrency=2, queue=4, disk="off", cache_dir=tmp_path
-    )
-    engine = Engine(settings)
-    await engine.start()
-    yield engine
-    await engine.stop()
+    async with started(toy_paths["llama"], tmp_path, concurrency=2, queue=4) as engine:
+        yield engine
 
 
 def job(name: str, ids: Tokens = IDS, **kwargs: Any) -> Job:

@@ -11,9 +11,9 @@ import pytest
 from mlx_lm.models import llama
 from mlx_lm.models.cache import KVCache
 
-from mlxcache.config import Settings
 from mlxcache.engine.engine import Engine
 from mlxcache.types import Finished, Job, Prompt, Text, token_ids
+from tests.engine.running import started
 
 
 class StrangeCache(KVCache):
@@ -47,22 +47,15 @@ async def test_an_unknown_class_is_served_uncached_and_named(
             monkeypatch.setattr(
                 llama.Model, "make_cache", lambda self: [StrangeCache() for _ in self.layers]
             )
-        settings = Settings(
-            model=str(toy_llama), cache_dir=tmp_path / str(unknown), ram="300MB", disk="1GB"
-        )
-        engine = Engine(settings)
         caplog.clear()
-        with caplog.at_level(logging.WARNING):
-            await engine.start()
-        try:
+        caplog.set_level(logging.WARNING)
+        async with started(toy_llama, tmp_path / str(unknown), disk="1GB") as engine:
             named = [r.getMessage() for r in caplog.records if "StrangeCache" in r.getMessage()]
             assert len(named) == unknown
             at_once = asyncio.gather(*(reply(engine, f"{i}", [*ids, i + 100]) for i in range(3)))
             again = [await reply(engine, f"r{i}", ids) for i in range(2)]
             done.append([*again, *await at_once])
             figures = engine.figures()
-        finally:
-            await engine.stop()
     cached, uncached = done
     assert [text for text, _ in uncached] == [text for text, _ in cached]
     assert cached[1][1] == 299
