@@ -10,7 +10,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,14 @@ def read_text(value: object) -> str:
 
 def read_secrets(value: object) -> tuple[str, ...]:
     """Read an API key or a list of API keys; messages do not repeat the key."""
-    given = value if isinstance(value, list | tuple) else [value]
-    return tuple(dict.fromkeys(_secret(one) for one in given))
+    return tuple(dict.fromkeys(_secret(one) for one in _several(value)))
+
+
+def _several(value: object, separator: str | None = None) -> Sequence[object]:
+    """Return a list as it is, and a text, divided by `separator`, or any other value as a list."""
+    if isinstance(value, list | tuple):
+        return value
+    return value.split(separator) if separator and isinstance(value, str) else [value]
 
 
 def _secret(value: object) -> str:
@@ -49,10 +55,7 @@ def read_origins(value: object) -> tuple[str, ...]:
 
     Origins are normalised to the form in which browsers send them.
     """
-    given = value.split(",") if isinstance(value, str) else value
-    if not isinstance(given, list | tuple):
-        raise ValueError(f"must be an origin or a list of origins, not {value!r}")
-    return tuple(dict.fromkeys(_origin(one) for one in given))
+    return tuple(dict.fromkeys(_origin(one) for one in _several(value, ",")))
 
 
 def _origin(value: object) -> str:
@@ -165,8 +168,12 @@ def check_ram(value: object) -> str | int:
         raise ValueError(f"{error} (at least {LEAST_RAM}, and more for a larger model)") from error
 
 
+def _is_off(value: object) -> bool:
+    return value is False or (isinstance(value, str) and value.strip().lower() == "off")
+
+
 def check_size_or_off(value: object) -> str | int:
-    if value is False or (isinstance(value, str) and value.strip().lower() == "off"):
+    if _is_off(value):
         return "off"
     try:
         return check_size(value)
@@ -200,8 +207,7 @@ read_context = read_number(16, NO_LIMIT, example=32768)
 
 def read_model_names(value: object) -> tuple[str, ...]:
     """Parse the setting `model`: a path, Hub id or name of a model, or a list of them."""
-    given = value if isinstance(value, list | tuple) else [value]
-    names = tuple(read_text(one) for one in given)
+    names = tuple(read_text(one) for one in _several(value))
     if not names:
         raise ValueError("must name a model, not an empty list")
     for name in names:
@@ -274,7 +280,7 @@ def read_share(value: object) -> str | int:
 
 def read_idle(value: object) -> float | None:
     """Read the duration of `--idle-unload` in seconds; None for "off" or false."""
-    if value is False or (isinstance(value, str) and value.strip().lower() == "off"):
+    if _is_off(value):
         return None
     try:
         return read_duration(value)
@@ -283,8 +289,7 @@ def read_idle(value: object) -> float | None:
 
 
 def read_names(value: object) -> tuple[str, ...]:
-    given = value if isinstance(value, list | tuple) else [value]
-    return tuple(dict.fromkeys(read_text(one) for one in given))
+    return tuple(dict.fromkeys(read_text(one) for one in _several(value)))
 
 
 def read_routes(value: object) -> tuple[Route, ...]:
@@ -297,10 +302,7 @@ def read_routes(value: object) -> tuple[Route, ...]:
         return value
     if isinstance(value, Mapping):
         return tuple(Route(read_text(one), read_text(name)) for one, name in value.items())
-    given = value.split(",") if isinstance(value, str) else value
-    if not isinstance(given, list | tuple):
-        raise ValueError(f"must be PATTERN=NAME or a table, not {value!r}")
-    return tuple(_route(one) for one in given)
+    return tuple(_route(one) for one in _several(value, ","))
 
 
 def _route(text: object) -> Route:
