@@ -27,7 +27,6 @@ OPS, MB = LARGE
     ],
 )
 def test_buffers_are_large_on_the_chips_that_gain_from_it(chip: str, large: bool) -> None:
-    """On M1 to M4; what is unknown keeps MLX's own sizes."""
     assert buffer_variables(chip, {}) == (LARGE if large else {})
 
 

@@ -34,7 +34,6 @@ def test_a_sync_on_a_mac_empties_the_drives_cache(mac: MacDisk, fd: int) -> None
 
 @pytest.mark.parametrize("number", [errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOTTY])
 def test_a_file_system_without_full_sync_gets_fsync(mac: MacDisk, fd: int, number: int) -> None:
-    """As on network shares."""
     mac.refuses = number
     disk_calls.sync(fd)
     assert mac.calls == [("F_FULLFSYNC", fd), ("fsync", fd)]
@@ -49,7 +48,6 @@ def test_a_failed_full_sync_is_an_error(mac: MacDisk, fd: int) -> None:
 
 
 def test_a_sync_on_linux_is_an_fsync(monkeypatch: pytest.MonkeyPatch, fd: int) -> None:
-    """It reaches the disk, and there is no F_FULLFSYNC."""
     synced: list[int] = []
     monkeypatch.setattr(disk_calls, "SYSTEM", "linux")
     monkeypatch.setattr(fcntl, "fcntl", _fail)
@@ -65,14 +63,12 @@ def test_a_sync_on_linux_is_an_fsync(monkeypatch: pytest.MonkeyPatch, fd: int) -
 def test_a_mac_is_asked_to_read_ahead(
     mac: MacDisk, fd: int, start: int, length: int, asked: tuple[int, int]
 ) -> None:
-    """Without a length, to the end of the file; never more than an int holds."""
     disk_calls.read_ahead(fd, start, length)
     assert mac.calls == [("F_RDADVISE", fd)]
     assert mac.advised == [asked]
 
 
 def test_nothing_is_asked_for_behind_the_end(mac: MacDisk, fd: int) -> None:
-    """macOS refuses a count below 0."""
     disk_calls.read_ahead(fd, 1000)
     disk_calls.read_ahead(fd, 2000)
     assert mac.calls == []

@@ -38,7 +38,6 @@ def test_importing_embed_loads_no_http_server():
 
 
 def test_an_unknown_setting_is_an_error_that_names_it():
-    """As in config.toml, and before anything is loaded."""
     with pytest.raises(ConfigError, match="'rams'"):
         Model(ram="1GB", rams="2GB")
     with pytest.raises(ConfigError, match="--ram"):
@@ -70,7 +69,6 @@ def test_an_engine_that_cannot_be_made_leaves_no_remote_open(
 async def test_turns_are_warm_cancelled_ones_are_kept_and_the_folder_is_held(
     toy_llama: Path, tmp_path: Path
 ):
-    """In one process, as with a server."""
     folder = tmp_path / "cache"
     async with Model(str(toy_llama), cache_dir=str(folder), ram="200MB") as model:
         with pytest.raises(InUse), exclusive_lock(folder):
@@ -133,7 +131,6 @@ async def test_several_models_share_a_process(toy: ToyMaker, tmp_path: Path) -> 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc has the threads of the system")
 def test_no_thread_of_mlx_outlives_its_join() -> None:
-    """A program that ends while destructors of MLX wait for the interpreter's lock aborts."""
     for _ in range(30):
         thread = MlxThread()
         thread.start()

@@ -11,7 +11,6 @@ from mlxcache.lru import LRU, LatestByGroup
 
 
 def test_the_least_recently_used_is_evicted_first() -> None:
-    """A value larger than the limit alone evicts all, itself included."""
     kept: LRU[str, str] = LRU(10, len)
     for key in "abc":
         kept.put(key, "123")
@@ -26,7 +25,6 @@ def test_the_least_recently_used_is_evicted_first() -> None:
 
 
 def test_a_peek_is_no_use() -> None:
-    """And a removed key is gone with its size."""
     kept: LRU[int, str] = LRU(2)
     kept.put(1, "one")
     kept.put(2, "two")
@@ -43,7 +41,6 @@ steps = st.lists(st.tuples(st.sampled_from("pgs"), st.integers(0, 5), st.integer
 
 @given(steps)
 def test_an_lru_does_what_an_ordered_dictionary_does(steps: list[tuple[str, int, int]]) -> None:
-    """Sizes too: the total never exceeds the limit."""
     kept: LRU[int, int] = LRU(10, lambda value: value)
     plain: OrderedDict[int, int] = OrderedDict()
     for what, key, value in steps:
@@ -63,7 +60,6 @@ def test_an_lru_does_what_an_ordered_dictionary_does(steps: list[tuple[str, int,
 
 
 def test_groups_keep_their_latest_values() -> None:
-    """The oldest of a full group is evicted first, then the oldest of all."""
     kept: LatestByGroup[str, str] = LatestByGroup(each=2, count=4, limit=100, size=len)
     for value in ("a1", "a2", "a3"):
         kept.add("a", value)

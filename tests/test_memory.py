@@ -23,13 +23,11 @@ def test_nothing_is_allowed_on_a_cpu_and_three_pages_an_array_on_a_gpu() -> None
 
 
 def test_a_peak_is_in_bytes() -> None:
-    """A process has been as large as it is, and no hundred times as large."""
     held = psutil.Process().memory_info().rss
     assert held * 0.9 < peak_bytes() < held * 100
 
 
 def test_hundreds_of_connections_can_be_open() -> None:
-    """Of a client and a server in one process."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     least = 1000 if hard < 0 else min(1000, hard)
     assert soft < 0 or soft >= least

@@ -39,7 +39,6 @@ def test_only_token_ids_are_joined(other: Any) -> None:
     ],
 )
 def test_made_in_any_way_they_are_the_same(ids: Any) -> None:
-    """Contiguous, and nobody can change them."""
     assert ids.dtype == np.int32
     assert ids.tolist() == [5, -7, 2**31 - 1]
     assert ids.flags.c_contiguous

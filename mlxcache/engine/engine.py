@@ -89,20 +89,17 @@ class Engine:
 
     `failure`: the error that ended the MLX thread, or the group of ranks of a divided model; None
     without one. The event `dead` is set after it. `on_progress(what, share)` is called on any
-    thread while the model loads; `share` is from 0 to 1, or None if unknown. `on_request(record)`
-    is called on the event loop when a request is over. `stall_s`: a client that takes none of its
-    waiting events for so many seconds is treated as one that has left. `rounds`, `records` (then
-    `on_request` is not used) and `database`, the table of sessions without a disk tier, are shared
-    by the engines of a process. `remote`: storage that is shared with other servers; the caller
-    closes it. `place`: of this process, as rank 0, in the group of ranks that compute a divided
-    model.
+    thread while the model loads; `share` is from 0 to 1, or None if unknown. `stall_s`: a client
+    that takes none of its waiting events for so many seconds is treated as one that has left.
+    `rounds`, `records` and `database`, the table of sessions without a disk tier, are shared by the
+    engines of a process. `remote`: storage that is shared with other servers; the caller closes it.
+    `place`: of this process, as rank 0, in the group of ranks that compute a divided model.
     """
 
     def __init__(
         self,
         settings: Settings,
         on_progress: Callable[[str, float | None], None] = _ignore,
-        on_request: Callable[[RequestRecord], None] = _ignore,
         *,
         stall_s: float = 30.0,
         awake: KeepAwake | None = None,
@@ -117,7 +114,7 @@ class Engine:
         self.state: State = "loading"
         self.failure: str | None = None
         self.dead = asyncio.Event()
-        self._records = records or Records(on_request)
+        self._records = records or Records(_ignore)
         self._database = database
         self._awake = awake or KeepAwake(on=settings.keep_awake, call_later=_call_later)
         self._requests = RequestTable(

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from mlxcache.engine.engine import Engine
+from mlxcache.engine.metrics import Records
 from mlxcache.types import Finished, Job, Prompt, RequestRecord, Text, token_ids
 from tests.engine.running import started
 
@@ -17,7 +18,9 @@ async def test_a_reply_ends_though_accounting_for_it_fails(toy, tmp_path: Path) 
         seen.append(record.id)
         raise OSError("no space left on device")
 
-    async with started(toy("llama"), tmp_path, make=partial(Engine, on_request=fail)) as engine:
+    async with started(
+        toy("llama"), tmp_path, make=partial(Engine, records=Records(fail))
+    ) as engine:
         prompt = Prompt(token_ids(range(10, 50)))
         events = [event async for event in await engine.submit(Job("r", prompt, max_tokens=2))]
     assert isinstance(events[-1], Finished)

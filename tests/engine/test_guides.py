@@ -7,6 +7,7 @@ import json
 import re
 import threading
 from collections import Counter
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import jsonschema
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from mlxcache.engine.engine import COMPILE_THREADS
+from mlxcache.engine.engine import COMPILE_THREADS, Engine
 from mlxcache.errors import BadRequest, Busy, GenerationFailed
 from mlxcache.model.guidance import guide
 from mlxcache.model.guidance.grammar import Guides
@@ -26,29 +27,31 @@ from tests.engine.guided import POINT, SCHEMAS, as_format, ask
 from tests.engine.running import started
 
 
-async def test_complete_replies_are_valid_alone_and_in_a_batch(
-    toy_llama: Path, tmp_path: Path
-) -> None:
+@pytest.fixture
+async def engine(toy_llama: Path, tmp_path: Path) -> AsyncIterator[Engine]:
+    async with started(toy_llama, tmp_path) as running:
+        yield running
+
+
+async def test_complete_replies_are_valid_alone_and_in_a_batch(engine: Engine) -> None:
     """The same seed gives the same text alone and beside others, each with a schema of its own."""
-    async with started(toy_llama, tmp_path) as engine:
-        asked = [(as_format(schema), f"say {i}") for i, schema in enumerate(SCHEMAS)]
-        together = await asyncio.gather(*(ask(engine, *one) for one in asked))
-        for schema, one, reply in zip(SCHEMAS, asked, together, strict=True):
-            assert reply.end.reason == "stop"
-            jsonschema.validate(json.loads(reply.text), schema)
-            assert (await ask(engine, *one)).text == reply.text
+    asked = [(as_format(schema), f"say {i}") for i, schema in enumerate(SCHEMAS)]
+    together = await asyncio.gather(*(ask(engine, *one) for one in asked))
+    for schema, one, reply in zip(SCHEMAS, asked, together, strict=True):
+        assert reply.end.reason == "stop"
+        jsonschema.validate(json.loads(reply.text), schema)
+        assert (await ask(engine, *one)).text == reply.text
 
 
-async def test_each_kind_of_format(toy_llama: Path, tmp_path: Path) -> None:
-    async with started(toy_llama, tmp_path) as engine:
-        choice = await ask(engine, OutputFormat("choice", '["yes", "no"]'))
-        assert choice.text in ("yes", "no")
-        regex = await ask(engine, OutputFormat("regex", "[a-z]{3}-[0-9]{2}"))
-        assert re.fullmatch("[a-z]{3}-[0-9]{2}", regex.text)
-        grammar = await ask(engine, OutputFormat("grammar", 'start: "a" ("," "b")~3 "."'))
-        assert grammar.text == "a,b,b,b."
-        anything = await ask(engine, OutputFormat("json_object"), tokens=60)
-        assert anything.text.startswith("{")
+async def test_each_kind_of_format(engine: Engine) -> None:
+    choice = await ask(engine, OutputFormat("choice", '["yes", "no"]'))
+    assert choice.text in ("yes", "no")
+    regex = await ask(engine, OutputFormat("regex", "[a-z]{3}-[0-9]{2}"))
+    assert re.fullmatch("[a-z]{3}-[0-9]{2}", regex.text)
+    grammar = await ask(engine, OutputFormat("grammar", 'start: "a" ("," "b")~3 "."'))
+    assert grammar.text == "a,b,b,b."
+    anything = await ask(engine, OutputFormat("json_object"), tokens=60)
+    assert anything.text.startswith("{")
 
 
 @pytest.mark.parametrize(
@@ -60,13 +63,12 @@ async def test_each_kind_of_format(toy_llama: Path, tmp_path: Path) -> None:
     ],
 )
 async def test_a_format_that_cannot_be_compiled_is_refused(
-    toy_llama: Path, tmp_path: Path, form: OutputFormat, why: str
+    engine: Engine, form: OutputFormat, why: str
 ) -> None:
-    async with started(toy_llama, tmp_path) as engine:
-        with pytest.raises(BadRequest, match=why):
-            await ask(engine, form)
-        (record,) = engine.requests()
-        assert record.status == "rejected"
+    with pytest.raises(BadRequest, match=why):
+        await ask(engine, form)
+    (record,) = engine.requests()
+    assert record.status == "rejected"
 
 
 async def test_a_grammar_that_waits_for_others_is_not_blamed(
@@ -92,17 +94,16 @@ async def test_a_grammar_that_waits_for_others_is_not_blamed(
 
 
 async def test_a_format_too_complex_to_follow_is_the_requests_error(
-    toy_llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is noticed while the reply is generated, whose KV stays; no failure of the server."""
     form = OutputFormat("regex", "(a{1000}){1000}", "guided_regex")
-    async with started(toy_llama, tmp_path) as engine:
-        with pytest.raises(BadRequest, match="guided_regex is too complex") as caught:
-            await ask(engine, form)
-        assert caught.value.param == "guided_regex"
-        assert (await ask(engine, as_format(POINT))).end.cached_tokens > 0
-        record = engine.requests()[-1]
-        assert (record.status, record.error) == ("failed", str(caught.value))
+    with pytest.raises(BadRequest, match="guided_regex is too complex") as caught:
+        await ask(engine, form)
+    assert caught.value.param == "guided_regex"
+    assert (await ask(engine, as_format(POINT))).end.cached_tokens > 0
+    record = engine.requests()[-1]
+    assert (record.status, record.error) == ("failed", str(caught.value))
     assert not [one for one in caplog.records if one.levelname == "ERROR"]
 
 
@@ -123,22 +124,20 @@ RULES = "\n".join(f'r{i}: "a" r{i + 1}' for i in range(4000))
     ids=["schema", "rules"],
 )
 async def test_a_format_of_a_thousand_nested_definitions_does_not_end_the_server(
-    toy_llama: Path, tmp_path: Path, form: OutputFormat
+    engine: Engine, form: OutputFormat
 ) -> None:
     """The compiler calls itself for each of them, in a thread whose stack has room for it."""
-    async with started(toy_llama, tmp_path) as engine:
-        assert (await ask(engine, form, tokens=8)).end.generated_tokens > 0
-        assert (await ask(engine, as_format(POINT))).end.reason == "stop"
+    assert (await ask(engine, form, tokens=8)).end.generated_tokens > 0
+    assert (await ask(engine, as_format(POINT))).end.reason == "stop"
 
 
-async def test_a_format_that_is_too_long_is_refused(toy_llama: Path, tmp_path: Path) -> None:
-    async with started(toy_llama, tmp_path) as engine:
-        for form in (
-            as_format({"enum": ["a" * LONGEST_GRAMMAR]}),
-            OutputFormat("regex", "a" * LONGEST_GRAMMAR),
-        ):
-            with pytest.raises(BadRequest, match="characters, at most"):
-                await ask(engine, form)
+async def test_a_format_that_is_too_long_is_refused(engine: Engine) -> None:
+    for form in (
+        as_format({"enum": ["a" * LONGEST_GRAMMAR]}),
+        OutputFormat("regex", "a" * LONGEST_GRAMMAR),
+    ):
+        with pytest.raises(BadRequest, match="characters, at most"):
+            await ask(engine, form)
 
 
 async def test_the_vocabulary_is_read_once_and_not_before_the_server_is_ready(

@@ -111,7 +111,6 @@ def test_one_command_runs_while_requests_do_and_ends_a_little_later() -> None:
 
 
 def test_turns_of_an_agent_do_not_start_it_again() -> None:
-    """The next one comes before the end; what is counted is the time after the last."""
     mac = Mac()
     for _ in range(5):
         mac.awake.note_running(1)
@@ -131,7 +130,6 @@ def test_turns_of_an_agent_do_not_start_it_again() -> None:
 def test_nothing_happens_if_switched_off_or_elsewhere(
     on: bool, platform: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nor is anything said."""
     mac = Mac(on=on, platform=platform)
     mac.awake.note_running(1)
     mac.wait(2)
@@ -139,29 +137,25 @@ def test_nothing_happens_if_switched_off_or_elsewhere(
     assert (mac.started, mac.due, caplog.records) == ([], [], [])
 
 
-def test_a_missing_command_causes_one_warning(caplog: pytest.LogCaptureFixture) -> None:
-    mac = Mac(fails="No such file or directory")
-    for _ in range(3):
-        mac.awake.note_running(1)
-        mac.wait(2)
-        mac.awake.note_running(0)
-        mac.wait(GRACE_S)
-    assert len(mac.started) == 1
-    assert len(warnings(caplog)) == 1
-    assert "may sleep" in warnings(caplog)[0]
-    assert "No such file" in warnings(caplog)[0]
-
-
-def test_a_failing_command_causes_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("fails", "words"), [("No such file or directory", "No such file"), (None, "status 64")]
+)
+def test_a_command_that_cannot_be_used_causes_one_warning(
+    fails: str | None, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """Soon after its start, while the request may run for an hour."""
-    mac = Mac()
+    mac = Mac(fails=fails)
     mac.awake.note_running(1)
-    mac.commands[0].status = 64
+    for command in mac.commands:
+        command.status = 64
     mac.wait(CHECK_S)
-    assert len(warnings(caplog)) == 1
-    assert "status 64" in warnings(caplog)[0]
-    mac.awake.note_running(2)
-    assert len(mac.started) == 1
+    (said,) = warnings(caplog)
+    assert "may sleep" in said
+    assert words in said
+    for running in (2, 0, 1):
+        mac.awake.note_running(running)
+        mac.wait(GRACE_S)
+    assert len(mac.started) == len(warnings(caplog)) == 1
 
 
 def test_a_command_that_the_user_ended_starts_again_with_the_next_request(
@@ -178,7 +172,6 @@ def test_a_command_that_the_user_ended_starts_again_with_the_next_request(
 
 
 def test_stopping_ends_it_at_once_and_for_good() -> None:
-    """Requests that end afterwards start nothing."""
     mac = Mac()
     mac.awake.note_running(2)
     mac.awake.stop()
@@ -199,7 +192,6 @@ def test_a_command_that_does_not_end_stops_no_server(caplog: pytest.LogCaptureFi
 
 
 async def test_an_engine_holds_it_from_the_first_request_to_the_end(toy, tmp_path: Path) -> None:
-    """Two requests at once need one command; stopping ends it without the time of grace."""
     mac = Mac()
     async with started(toy("llama"), tmp_path, make=partial(Engine, awake=mac.awake)) as engine:
         assert not mac.held
@@ -244,7 +236,6 @@ def test_a_real_command_is_started_and_ended(
 
 @pytest.mark.skipif(sys.platform != "darwin", reason="caffeinate is a command of macOS")
 def test_a_mac_has_the_command_and_notes_what_it_asks_for() -> None:
-    """The system lists it under the reasons not to sleep."""
     processes: list[Any] = []
     awake = really_awake(processes, sys.platform)
     awake.note_running(1)

@@ -89,7 +89,6 @@ Shared = tuple[Engine, dict[str | None, str]]
 
 @ON_ITS_LOOP
 async def test_one_label_is_each_owners_own_session(shared: Shared) -> None:
-    """And each sees that one only."""
     engine, sessions = shared
     assert len(set(sessions.values())) == 3
     for owner in OWNERS:
@@ -122,7 +121,6 @@ async def test_anothers_session_is_not_there_whatever_is_asked(shared: Shared) -
 
 @ON_ITS_LOOP
 async def test_anothers_id_as_a_label_names_a_session_of_ones_own(shared: Shared) -> None:
-    """A label may be a session's id, but not another's."""
     engine, sessions = shared
     await ask(engine, BOB, "by-id", sessions[ALICE])
     with acting(ALICE):
@@ -143,7 +141,6 @@ async def test_requests_are_told_to_who_made_them(shared: Shared) -> None:
 
 @ON_ITS_LOOP
 async def test_a_reason_for_a_loss_quotes_nobody_else(shared: Shared) -> None:
-    """It shows text around the place where two prompts part."""
     engine, _ = shared
     secret = "the launch code is 4711 " * 30
     asks = {"role": "user", "content": "What is it?"}
@@ -224,7 +221,6 @@ async def test_a_prompt_cache_of_mlx_lms_goes_out_and_in(shared: Shared, tmp_pat
 
 @ON_ITS_LOOP
 async def test_to_clear_is_to_clear_ones_own(shared: Shared) -> None:
-    """With the KV behind it; pinned sessions stay unless they are asked for."""
     engine, sessions = shared
     erin = owner_of("erin")
     await ask(engine, erin, "erin", "kept")
