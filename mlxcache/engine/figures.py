@@ -6,7 +6,6 @@ A part that a server lacks is None, and is left out of the JSON.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from copy import copy, deepcopy
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -27,17 +26,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Sums:
-    """Numbers that grow."""
-
-    __slots__ = ()
-
-    def add(self, name: str, value: float) -> None:
-        setattr(self, name, round(getattr(self, name) + value, 6))
-
-
-@dataclass(slots=True)
-class Requests(Sums):
+@dataclass(frozen=True, slots=True)
+class Requests:
     """Numbers of computed requests: all, and by the source of most of their prompt."""
 
     total: int = 0
@@ -46,8 +36,8 @@ class Requests(Sums):
     cold: int = 0
 
 
-@dataclass(slots=True)
-class TokenCounts(Sums):
+@dataclass(frozen=True, slots=True)
+class TokenCounts:
     prompt: int = 0
     cached: int = 0
     restored: int = 0
@@ -57,15 +47,15 @@ class TokenCounts(Sums):
     accepted: int = 0
 
 
-@dataclass(slots=True)
-class BySource(Sums):
+@dataclass(frozen=True, slots=True)
+class BySource:
     """A sum by the source of drafted tokens: a draft model, or the conversation."""
 
     draft: float = 0
     history: float = 0
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Guesses:
     """Drafted and accepted tokens, passes that checked them, and the seconds that these saved."""
 
@@ -84,8 +74,8 @@ GUESSES = {
 """Names in `Guesses`, each with the field of `RequestRecord` whose values it adds up."""
 
 
-@dataclass(slots=True)
-class Saved(Sums):
+@dataclass(frozen=True, slots=True)
+class Saved:
     """Cached tokens, and the seconds that computing them would have taken at the measured speed."""
 
     tokens: int = 0
@@ -111,20 +101,25 @@ class Totals:
         `speed`: measured cost of prefill, from which the saved seconds are computed.
         """
         figures = figures_of(record, speed)
-        self.requests.add("total", 1)
-        self.requests.add(reuse_of(record), 1)
-        for one in fields(TokenCounts):
-            self.tokens.add(one.name, getattr(record, f"{one.name}_tokens"))
-        if record.guess_source is not None:
-            for name, counted in GUESSES.items():
-                sums: BySource = getattr(self.guesses, name)
-                sums.add(record.guess_source, getattr(record, counted))
+        self.requests = _plus(self.requests, total=1, **{reuse_of(record): 1})
+        counts = {one.name: getattr(record, f"{one.name}_tokens") for one in fields(TokenCounts)}
+        self.tokens = _plus(self.tokens, **counts)
+        if (source := record.guess_source) is not None:
+            sums = {
+                name: _plus(getattr(self.guesses, name), **{source: getattr(record, counted)})
+                for name, counted in GUESSES.items()
+            }
+            self.guesses = Guesses(**sums)
         if record.api != WARMING:
-            self.saved.add("tokens", figures.saved_tokens)
-            self.saved.add("seconds", figures.saved_s)
+            self.saved = _plus(self.saved, tokens=figures.saved_tokens, seconds=figures.saved_s)
         for rule in record.canonicalised:
             self.canonicalised[rule] += 1
         return figures
+
+
+def _plus(sums: T, **more: float) -> T:
+    added = {name: round(getattr(sums, name) + value, 6) for name, value in more.items()}
+    return cast(T, replace(cast(Any, sums), **added))
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,9 +313,9 @@ class FiguresOfModel:
             evictions=Evictions(ram.spilled, ram.dropped),
             disk=self._no_disk,
             mlx=Mlx.now(),
-            requests=copy(totals.requests),
-            tokens=copy(totals.tokens),
-            guesses=deepcopy(totals.guesses),
+            requests=totals.requests,
+            tokens=totals.tokens,
+            guesses=totals.guesses,
             saved=Saved(totals.saved.tokens, round(totals.saved.seconds, 3)),
             canonicalised=dict(totals.canonicalised),
             anticipated=Anticipated(ahead.tokens, ahead.used),

@@ -48,10 +48,10 @@ from mlxcache.residency.memory import (
     plan_memory,
 )
 from mlxcache.scheduling.anticipate import NextTurnRenderer
+from mlxcache.scheduling.cost import measure_passes, passes_key, stored_passes
 from mlxcache.scheduling.decoder import Drawn, Row
 from mlxcache.scheduling.loop_guard import LoopGuard
 from mlxcache.scheduling.parts import WHOLE
-from mlxcache.scheduling.pass_costs import measure_passes, passes_key, stored_passes
 from mlxcache.scheduling.prefill import Limits
 from mlxcache.scheduling.scheduler import Scheduler
 from mlxcache.scheduling.speculation import Conversations, DraftModel, Speculation
@@ -494,14 +494,8 @@ class ModelRuntime:
     def _thinking_budget(self, job: Job) -> ThinkingBudget | None:
         if job.raw or self._closing is None:
             return None
-        drafts = self.settings.num_draft_tokens + 1 if self.loaded.draft is not None else 0
-        return ThinkingBudget(
-            self._closing,
-            self.loaded.tokenizer,
-            job.thinking_budget,
-            ahead=1 + drafts,
-            tools=bool(job.tools),
-        )
+        tokenizer, tools = self.loaded.tokenizer, bool(job.tools)
+        return ThinkingBudget(self._closing, tokenizer, job.thinking_budget, tools=tools)
 
     def _end_request(self, task: Task) -> None:
         """Add a request that is over to the metrics, before its client is told. MLX thread only.

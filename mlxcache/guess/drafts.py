@@ -42,7 +42,6 @@ class DraftCosts:
         return self._share(cached) * self._draft.at(cached)(tokens) if tokens else 0.0
 
     def observe(self, drafts: int, seconds: float, cached: int) -> float:
-        """Correct the costs by a round of a running reply; return the cost of this round."""
         if not drafts:
             return self.target.observe(1, seconds, cached)
         cost = seconds / self.target.seconds(cached)
@@ -133,9 +132,9 @@ class ReplyDrafts:
     ) -> None:
         """Account for a pass that checked `drafted` tokens and accepted the first `right` of them.
 
-        `seconds`: what the pass took, drafting included, or None if that is not known. `waited`: a
-        pass without drafts was launched only when the pass before it had ended, so `seconds`
-        includes the launch.
+        `seconds`: what it took, drafting included, if that is known. `waited`: a pass without
+        drafts was launched only when the pass before it had ended, so `seconds` includes the
+        launch.
         """
         costs, rule = self._rule.costs, self._rule
         if seconds is None:
@@ -155,11 +154,9 @@ class ReplyDrafts:
             rule.note(drafted, right)
 
     def note_catch_up(self, tokens: int, cached: int) -> None:
-        """Charge the time of feeding the draft model `tokens` tokens while drafting is paused."""
         self._pay(self._rule.costs.catch_up(tokens, cached))
 
     def seconds_saved(self, cached: int) -> float:
-        """Return the seconds that drafting has saved so far, less what it cost."""
         return self.saved * self._rule.costs.target.seconds(cached)
 
     def _pay(self, cost: float) -> None:

@@ -185,7 +185,6 @@ def _hash(a: int, b: int, c: int) -> int:
 
 
 def _hashes(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """Return the hashes, as `_hash` computes them, of the tokens at each index of three arrays."""
     one, two, three = (np.uint32(factor) for factor in _FACTORS)
     mixed = a * one ^ b * two ^ c * three
     return np.asarray(mixed ^ mixed >> np.uint32(15))
@@ -290,7 +289,6 @@ class Histories:
         return history
 
     def keep(self, owner: str | None, history: History) -> None:
-        """Keep the history of a conversation whose reply has ended, for its next turn."""
         self._made += 1
         self._kept[self._made] = owner, history
         while len(self._kept) > self._most:

@@ -59,7 +59,6 @@ class FairQueue:
         self._count = 0
 
     def order(self, waiting: Iterable[Task]) -> list[Task]:
-        """Return waiting tasks in the order in which they may start."""
         rounds: Counter[Asker] = Counter()
         keyed = []
         for place, task in enumerate(waiting):
@@ -197,7 +196,6 @@ class Admission:
         task.admit(self._prepare(task), matched)
 
     def _stops(self, task: Task) -> tuple[int, ...]:
-        """Return where the prefill takes checkpoints, as memory and the time that takes allow."""
         lease, length = task.held, len(task.ids)
         parted = max(lease.matched, task.lookup.shared if task.lookup else 0)
         most = min(self._kv.ram.max_checkpoints(length), self._cost.stops(task.remaining))

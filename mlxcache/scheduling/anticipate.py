@@ -122,7 +122,6 @@ class IdlePrefill:
             return False
 
     def _advance(self, turn: NextTurn) -> bool:
-        """Feed one chunk of a turn; return False once it is computed or cannot be started."""
         task = turn.task
         if task.lease is None and not self._start(turn):
             return turn.blocked
@@ -183,7 +182,6 @@ class IdlePrefill:
         return True
 
     def drop_failed(self) -> None:
-        """Drop the turns that were being computed when the device failed."""
         turns = list(self._turns)
         self._turns.clear()
         self._turns += [turn for turn in turns if turn.task.lease is None]

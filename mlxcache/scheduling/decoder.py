@@ -51,10 +51,9 @@ class Row:
     """One sequence in a decoder: its sampler, logits processors and guide.
 
     `context`: all of its token ids so far, shape (n,), kept only if there are processors. `error`:
-    the exception raised by its sampler, a processor or its guide, or NonFiniteOutput; the reply
-    ends with it. `guide`: restricts the tokens that may be drawn; it has accepted every token that
-    was handed out, and if `guided`, the pending one too. `steering`: a change of the guide that is
-    not applied yet. `shift`: see `positions.shift_of`.
+    an exception of its sampler, a processor or its guide, or NonFiniteOutput; the reply ends with
+    it. `guide` has accepted every token that was handed out and, if `guided`, the pending one too.
+    `steering`: a change of the guide that is not applied yet. `shift`: see `positions.shift_of`.
     """
 
     sampler: Sampler
@@ -68,20 +67,12 @@ class Row:
     shift: int = 0
 
     def steer(self, steering: Steering) -> None:
-        """Schedule a change of the guide, for the first token that is not drawn yet.
-
-        `steering(guide, newer)` returns the guide to continue with. `newer`: drawn tokens that the
-        guide has seen but that were not handed out yet.
-        """
+        """Schedule a change of the guide, for the first token that is not drawn yet."""
         self.steering = steering
 
-    def steered(self, guide: Guide | None, newer: Sequence[int] = ()) -> Guide | None:
-        """Return the guide to continue with: that of the scheduled change, if any, else `guide`."""
-        change, self.steering = self.steering, None
-        return guide if change is None else change(guide, newer)
-
     def apply_steering(self) -> None:
-        self.guide = self.steered(self.guide)
+        if self.steering is not None:
+            self.guide, self.steering = self.steering(self.guide), None
 
     def fail(self, error: Exception) -> None:
         self.error = error
@@ -102,7 +93,6 @@ class Row:
         self.sampler, self.context = sampler, context
 
     def allowed_after(self, token: int | None) -> Bitmask | None:
-        """Return the mask of tokens that may follow the pending `token`; None allows all."""
         if token is not None and not self.guided:
             self.guided = self.advance(self.guide, token)
         return self.allowed(self.guide)

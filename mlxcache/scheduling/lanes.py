@@ -48,9 +48,8 @@ MOST_FED = 32
 class Lane:
     """A decoder and its tasks, one task per row, in the order of the rows.
 
-    If `batched`, the rows share a batch: `bytes` are reserved for it in the budget, and its buffers
-    have room for `capacity` positions. Otherwise `bytes` are reserved for copies of the recurrent
-    state, from which wrong guesses are undone; 0 if the lane needs none.
+    If `batched`, `bytes` are reserved for the shared buffers, which have room for `capacity`
+    positions. Otherwise for copies of the recurrent state, from which wrong guesses are undone.
     """
 
     decoder: Decoder
@@ -217,8 +216,8 @@ class Lanes:
     def step(self, lane: Lane) -> list[list[Drawn]]:
         """Run one decoding step, after `make_ready`; return the tokens that it hands out, by row.
 
-        A row's list ends before a token that was drawn from logits that are not finite. A pass with
-        guessed tokens that fails is tried again without them, if the KV is intact.
+        A row's list ends before a token drawn from logits that are not finite. A failed pass with a
+        guess is made again without it, if the KV is intact.
         """
         if not lane.batched:
             lane.tasks[0].held.lineage.note_pass(lane.decoder.writes)
@@ -237,7 +236,6 @@ class Lanes:
     def make_ready(self, lane: Lane) -> bool:
         """Reserve memory for one more step; return False if a lane of one row gets none.
 
-        Waits for a pass that checks drafted or guessed tokens, and chooses those of the next pass.
         A batch that gets no memory is split into lanes of one row; the result is then True.
         """
         if lane.batched:

@@ -211,9 +211,8 @@ class Prefill:
     def note_device_error(self) -> None:
         """Feed shorter chunks from now on if the device failed while a chunk was fed.
 
-        The limit applies to all prompts, from the position of that chunk on, as long as the server
-        runs. The operating system ends passes that block the display for too long, and a shorter
-        pass also takes less memory.
+        That applies to all prompts, from its position on. The operating system ends passes that
+        block the display for too long, and a shorter pass also takes less memory.
         """
         if self._feeding is not None:
             at, size = self._feeding

@@ -66,8 +66,7 @@ class Scheduler:
     """Owner of all requests in progress of one model, which advance with each `step`.
 
     `prepare(task)` makes the parser and sampler of an admitted task. `on_end(task)` is called once
-    for each task that is over, after its memory is released and before its last event. `on_tick()`
-    is called by `publish`, after each step.
+    for each task that is over, after its memory is released and before its last event.
     """
 
     def __init__(
@@ -133,11 +132,10 @@ class Scheduler:
     def step(self, *, sharing: bool = False, admitting: bool = True) -> None:
         """Admit waiting tasks, then feed one chunk of prefill and run some steps of decoding.
 
-        `sharing`: other models wait for the thread, so the step is short. `admitting`: waiting
-        tasks may start, because the model's weights stay in memory for now. Raises the device's
-        error; `recover` must be called with it then. An exception of one request's own code fails
-        that request. One of no request is contained, and fails all requests of the model if the two
-        steps before failed too.
+        `sharing`: other models wait for the thread, so the step is short. `admitting`: the weights
+        stay in memory for now, so waiting tasks may start. Raises the device's error; call
+        `recover` then. An exception of one request's own code fails that request; others fail all
+        after three such steps.
         """
         try:
             self._advance(sharing=sharing, admitting=admitting)
@@ -190,7 +188,6 @@ class Scheduler:
         )
 
     def _use_idle_time(self) -> None:
-        """Do a part of what later requests would have to wait for."""
         if self.idle_prefill.ready:
             self.idle_prefill.step()
         else:
@@ -202,8 +199,7 @@ class Scheduler:
     def has_work(self, *, admitting: bool = True) -> bool:
         """Return whether `step` would compute something, or collect results of disk operations.
 
-        False becomes True only after an action was posted to the MLX thread, or after another model
-        gave up memory.
+        False becomes True only after an action was posted, or another model gave up memory.
         """
         if len(self.lanes) or self._computable():
             return True
@@ -252,8 +248,7 @@ class Scheduler:
     def _admit(self) -> bool:
         """Start waiting tasks in fair order; return whether one started.
 
-        While another model waits for memory, a task starts only if no task of this model is active,
-        so that the other model gets its turn.
+        While another model waits for memory, only if no task of this model is active.
         """
         before = len(self.prefilling)
         self.kv.waits.retry()
@@ -292,7 +287,6 @@ class Scheduler:
         ]
 
     def _prefill_one(self, *, sharing: bool) -> None:
-        """Feed one chunk of one prompt, or read a part of its prefix from disk."""
         task = self.prefill.choose(self._computable())
         self.lanes.interrupt()
         try:
@@ -411,8 +405,7 @@ class Scheduler:
     ) -> dict[Task, Sequence[Drawn]]:
         """Run the step of a lane; return the tokens that it hands out, less the `early` ones.
 
-        A step that may be repeated would hand those out again, so the task begins again instead, or
-        ends as `ends` says.
+        If a step that may be repeated would hand those out again, the task begins again or ends.
         """
         (task, *_) = tasks = list(lane.tasks)
         try:
@@ -430,8 +423,7 @@ class Scheduler:
     def _take_first(self, lane: Lane, ends: dict[Task, Outcome]) -> int:
         """Hand out the first token of a reply before the pass that feeds it is built.
 
-        Not where the token, or its delivery, takes part in the next draw. Returns the number of
-        tokens handed out.
+        Not where the token, or its delivery, takes part in the next draw. Returns their number.
         """
         (task, *others) = lane.tasks
         if others or task.out or not (lane.steady and task.draws_freely):
@@ -464,9 +456,8 @@ class Scheduler:
     def _confirm_prompts(self, lane: Lane) -> bool:
         """On a GPU, wait for the passes that drew first tokens, and commit their prompts.
 
-        Returns whether the tokens of the next step will be confirmed when they are handed out.
-        Later tokens on a GPU are confirmed one step later, because waiting for each pass would be
-        slow.
+        Returns whether the next step's tokens are confirmed when they are handed out. Later ones on
+        a GPU are confirmed one step later, because waiting for each pass would be slow.
         """
         if not device.defers_errors():
             return True
@@ -486,9 +477,9 @@ class Scheduler:
     def recover(self, error: RuntimeError) -> None:
         """Let all active tasks begin again from what was confirmed before a device error.
 
-        It is not known which pass failed. So no pending token is used again, and no lineage that
-        was written to since its last confirmation. Raises the third error in a row, GroupLost if
-        other ranks have made different passes, and Inconsistent if anything else fails meanwhile.
+        It is not known which pass failed: no pending token is used again, and no lineage written to
+        since. Raises the third error in a row, GroupLost if other ranks have made different passes,
+        and Inconsistent if anything else fails meanwhile.
         """
         self.wall.check_recovery(error)
         another: RuntimeError | None = error
@@ -601,9 +592,8 @@ class Scheduler:
     def _fail(self, task: Task, error: MlxcacheError, *, pass_failed: bool = True) -> None:
         """End a task with an error; KV that it has committed stays in the cache.
 
-        `pass_failed`: a pass of the model failed, so the rest of the task's KV is dropped;
-        otherwise the rest is committed too. With NonFiniteOutput, all KV that the task has computed
-        is removed.
+        `pass_failed`: a pass of the model failed, so KV that is not committed is dropped. With
+        NonFiniteOutput, all KV that the task has computed is removed.
         """
         self._interrupted[task] = error
         self._attempt(

@@ -14,8 +14,7 @@ import mlx.core as mx
 
 from mlxcache.guess.drafts import DraftRule, ReplyDrafts
 from mlxcache.guess.history import Histories
-from mlxcache.guess.reply import ReplyGuesses
-from mlxcache.guess.rule import LONGEST, PassCosts, Survival
+from mlxcache.guess.rule import LONGEST, PassCosts, ReplyGuesses, Survival
 from mlxcache.model.kv import eval_states
 from mlxcache.model.pair import Pair
 from mlxcache.scheduling.task import Task
@@ -77,7 +76,7 @@ class Conversations:
         return HistoryProposer(self, task) if task.job.speculate else None
 
 
-class HistoryProposer:
+class HistoryProposer(Proposer):
     """Proposes earlier text of one reply's conversation.
 
     Nothing is proposed where that is not expected to save time, nor before the reply's first token,
@@ -136,17 +135,8 @@ class HistoryProposer:
         if self._guesses is not None:
             self._guesses.note_pass(cost, ended.right)
 
-    def note_fed(self, tokens: Sequence[int]) -> None:
-        """Do nothing: the text is told by `choose`."""
-
     def undo(self) -> None:
         self.stopped = True
-
-    def catch_up(self) -> None:
-        """Do nothing: guesses keep nothing in the lineage."""
-
-    def rewind(self, cut: int) -> None:
-        """Do nothing: guesses keep nothing in the lineage."""
 
     def end(self) -> float:
         guesses, self._guesses = self._guesses, None
@@ -172,7 +162,7 @@ class DraftModel:
         return DraftProposer(self, task)
 
 
-class DraftProposer:
+class DraftProposer(Proposer):
     """Drafts of one reply, made over its lineage, which holds the KV of both models.
 
     Where drafting does not pay, only the served model is fed; the draft model is fed the same
@@ -206,13 +196,13 @@ class DraftProposer:
         pair.set_draft_length(lineage.caches, lineage.length - len(self._unseen))
         shown = mx.concatenate([mx.array(self._unseen, mx.uint32), newest.astype(mx.uint32)])
         self._unseen = []
+        state.ask()  # once for both models
         drafted, states = list[mx.array](), [state.trial()]
         for _ in range(count):
             logits = pair.propose(shown[None], lineage.caches)[:, -1, :]
             shown, _, _, after = states[-1].draw(logits)
             drafted.append(shown)
             states.append(after.seen(shown))
-        state.take_mask(states[0])
         return mx.concatenate(drafted), states[1:]
 
     def note(self, ended: Pass) -> None:

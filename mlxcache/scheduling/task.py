@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from mlxcache.cache.checkpoints import SPACING
 from mlxcache.cache.kv_cache import Lease
@@ -14,6 +13,7 @@ from mlxcache.cache.restore import DiskLookup
 from mlxcache.errors import MlxcacheError
 from mlxcache.model.guidance.guide import Guide
 from mlxcache.model.guidance.thinking import ThinkingBudget
+from mlxcache.model.output import OutputParser
 from mlxcache.model.sampling import skip_draws
 from mlxcache.owner import own_ids
 from mlxcache.prompt.chat_prompt import make_reply
@@ -42,28 +42,6 @@ log = logging.getLogger("mlxcache.engine")
 Outcome = FinishReason | MlxcacheError
 
 
-class Parser(Protocol):
-    """What turns token ids into pieces of a reply; `model.output.OutputParser`.
-
-    `done`: why the parser ended the reply. `stop_sequence`: the stop string that ended it.
-    `reasoning_tokens`: number of tokens in thinking blocks.
-    """
-
-    done: FinishReason | None
-    stop_sequence: str | None
-    reasoning_tokens: int
-
-    @property
-    def in_text(self) -> bool: ...
-
-    @property
-    def thinking(self) -> bool: ...
-
-    def feed(self, token: int) -> list[Piece]: ...
-
-    def finish(self, reason: FinishReason) -> list[Piece]: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Output:
     """Decoder row and parser of an admitted task's reply.
@@ -72,7 +50,7 @@ class Output:
     that repeats itself. `budget`: limits the tokens of thinking blocks.
     """
 
-    parser: Parser
+    parser: OutputParser
     row: Row
     logprob: Callable[[Drawn], TokenLogprob] | None = None
     loop: LoopGuard | None = None
@@ -91,8 +69,7 @@ class Output:
     def may_steer(self, within: int) -> bool:
         """Return whether the reply's guide may change within the next `within` tokens.
 
-        A guide changes to end a thinking block that repeats itself or has reached the limit of
-        `budget`, and once more when that block has ended.
+        It changes to end a thinking block, and once more when that block has ended.
         """
         if self.budget is None:
             return False
@@ -132,18 +109,16 @@ class Task:
     """One request, from its submission to its end. Use on the MLX thread.
 
     `push` passes an event to the request's readers, on any thread. `ids`: the prompt's token ids as
-    the cache stores them, shape (n,). `fed`: the ids as the model is fed them; the two differ for
-    images and if the server has several keys. `out`: the token ids drawn so far. `limit`: the most
-    tokens of the reply. `stops`: positions at which the prefill takes a checkpoint. `skipped`:
-    number of chunks of other prompts that were fed since its own last one. `deferred`: the task
-    waited for a prefix that another request computes. `matched`: prompt tokens in RAM at its
-    admission, reusable or not. `guide`: restricts the reply; it stays in its state before the first
-    token, and each decoder row gets a copy.
+    the cache stores them, `fed`: as the model is fed them; the two differ for images and if the
+    server has several keys. `stops`: positions at which the prefill takes a checkpoint. `skipped`:
+    chunks of other prompts that were fed since its own last one. `deferred`: it waited for a prefix
+    that another request computes. `matched`: prompt tokens in RAM at its admission, reusable or
+    not. `guide`: restricts the reply, in its state before the first token; decoder rows get copies.
 
     Pieces of the reply are staged until `deliver`, because on a GPU, which reports errors late, the
     pass that drew them may have failed. After such an error, `begin_again` drops the tokens that
-    were not delivered. Those that were delivered become part of `ids` and `fed`, to be fed again.
-    `restarts` counts the restarts since the cache last held more of the prompt than before.
+    were not delivered, and those delivered become part of `ids` and `fed`. `restarts` counts the
+    restarts since the cache last held more of the prompt than before.
     """
 
     def __init__(
@@ -255,7 +230,6 @@ class Task:
         self.record.timing["restore_s"] = 0.0
 
     def lend(self, lease: Lease) -> None:
-        """Attach `lease` to a task of anticipation, whose prompt no client has sent yet."""
         self.lease = lease
         self.record.cached_tokens = lease.cached
 
@@ -265,7 +239,6 @@ class Task:
         return lease
 
     def stop_restore(self) -> Lease:
-        """Detach and return the lease of a failed restore; the task reads no more from disk."""
         assert self.lookup is not None
         self.lookup.disable()
         return self.give_up_lease()
@@ -296,8 +269,7 @@ class Task:
     def begin_again(self, kept: int) -> None:
         """Drop the tokens that were not delivered; append the delivered ones to the prompt.
 
-        `kept`: number of leading tokens of `ids` that the cache still has. The task must have no
-        lease.
+        `kept`: number of leading tokens of `ids` that the cache still has. Without a lease only.
         """
         self.out = self.out[: self._delivered]
         self.ids, self.fed = self.tokens(), self.fed_ids()
@@ -327,7 +299,6 @@ class Task:
         self.phase_began = now
 
     def note_pass(self, source: GuessSource, checked: int, right: int) -> None:
-        """Count a pass that checked `checked` proposed tokens."""
         record = self.record
         if checked:
             record.guess_source = source

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Protocol, cast
+from typing import cast
 
 import mlx.core as mx
 import numpy as np
@@ -52,9 +52,9 @@ class Draws:
         sampler = copy(self.sampler)
         if self.context is not None:
             logits = processed(self.row, self.context, logits)
-        if self.guide is not None:
-            self.mask = self.row.allowed(self.guide) if self.mask is None else self.mask
-            logits = logits if self.mask is None else masked(logits, [self.mask])
+        self.ask()
+        if self.mask is not None:
+            logits = masked(logits, [self.mask])
         logprobs, finite = normalised(logits)
         try:
             token = sampler(logprobs)
@@ -62,6 +62,11 @@ class Draws:
             self.row.fail(error)
             token = mx.zeros(1, mx.uint32)
         return token, logprobs, finite, Draws(self.row, sampler, self.context, self.guide)
+
+    def ask(self) -> None:
+        """Let the guide say which tokens it allows next, unless it did."""
+        if self.guide is not None and self.mask is None:
+            self.mask = self.row.allowed(self.guide)
 
     def seen(self, token: mx.array, *, drawn: bool = True) -> Draws:
         """Return the state with `token`, shape (1,), appended to the context."""
@@ -75,10 +80,6 @@ class Draws:
 
     def trial(self) -> Draws:
         return replace(self, row=self.row.trial())
-
-    def take_mask(self, trial: Draws) -> None:
-        """Spare the work for a mask that `trial` has computed."""
-        self.mask = trial.mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +98,10 @@ class Pass:
     right: int = 0
 
 
-class Proposer(Protocol):
+class Proposer:
     """Proposes the tokens that the passes of one reply check, and learns what was right.
 
-    Nothing is computed for a proposal before it is chosen.
+    Nothing is computed for a proposal before it is chosen. This one proposes nothing.
     """
 
     source: GuessSource
@@ -111,15 +112,18 @@ class Proposer(Protocol):
         `ready`: the tokens drawn but not handed out, if they are known. `again`: number of tokens
         that the pass feeds again.
         """
+        return 0
 
     def draft(self, count: int, newest: mx.array, state: Draws) -> tuple[mx.array, Sequence[Draws]]:
-        """Return `count` tokens that may follow `newest`, shape (count,), with their states.
+        """Return `count` tokens that may follow `newest`, shape (count,), and states with them.
 
-        `state`: before the draw after `newest`. The states are those before each further draw, with
-        a trial row; none if the caller is to make them. Then it may need the ids at once.
+        `state`: before the draw after `newest`. The states, with a trial row, are those before each
+        further draw; none if the caller is to make them.
         """
+        raise NotImplementedError
 
-    def note(self, ended: Pass) -> None: ...
+    def note(self, ended: Pass) -> None:
+        """Learn from a pass, which may have checked nothing."""
 
     def note_fed(self, tokens: Sequence[int]) -> None:
         """Take note of tokens that the lineage holds, but that `draft` has not seen."""
@@ -134,7 +138,8 @@ class Proposer(Protocol):
         """Do what `catch_up` does, after `cut` positions were cut from the lineage."""
 
     def end(self) -> float:
-        """End the reply, or its present computation; return the seconds saved since the start."""
+        """End the reply, or its present computation; return the seconds saved."""
+        return 0.0
 
 
 @dataclass(slots=True)
@@ -336,7 +341,6 @@ class Verifier(Decoder):
         self._known_at = now
 
     def propose(self, count: int) -> None:
-        """Let the next pass check `count` tokens of the proposer."""
         self.proposed = count
 
     def undo(self) -> bool:
@@ -417,7 +421,6 @@ class Verifier(Decoder):
         return ready
 
     def _set_running(self, flight: _Flight) -> None:
-        """Set the pass in progress; if it checks no guess, its draw becomes the pending token."""
         if flight.guess.size:
             self._flight, self.pending = flight, None
             return
@@ -427,7 +430,6 @@ class Verifier(Decoder):
         self.logprobs = flight.logprobs[0]
 
     def _launch(self, newest: mx.array, again: Sequence[int], count: int) -> _Flight:
-        """Start a pass over `again`, `newest` and `count` guessed tokens, with its draws."""
         (row,), lineage = self.rows, self._lineage
         context = row.context if row.processors else None
         state = Draws(row, row.sampler, context, row.guide).seen(newest, drawn=not row.guided)

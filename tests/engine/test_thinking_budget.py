@@ -310,7 +310,7 @@ def test_a_reply_that_begins_again_is_closed_at_the_same_place() -> None:
     assert closing is not None
     (a,) = tokenizer.encode("a", add_special_tokens=False)
     for written in range(1, len(closing.plain)):
-        budget = ThinkingBudget(closing, tokenizer, 10, ahead=1, tools=False)
+        budget = ThinkingBudget(closing, tokenizer, 10, tools=False)
         row = Row(make_sampler(Sampling(), 608), (), None)
         output = Output(OutputParser(tokenizer, thinking_open=True), row, budget=budget)
         output.replay([*[a] * 8, *closing.plain[:written]])

@@ -9,8 +9,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mlxcache.guess.history import Guess, History
-from mlxcache.guess.reply import ReplyGuesses
-from mlxcache.guess.rule import LENGTHS, LONGEST, PassCosts, Purse, Survival, cost_curve
+from mlxcache.guess.rule import (
+    LENGTHS,
+    LONGEST,
+    PassCosts,
+    Purse,
+    ReplyGuesses,
+    Survival,
+    cost_curve,
+)
 
 TOKENS = 160
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from mlxcache.guess.history import History
-from mlxcache.guess.reply import ReplyGuesses
 from mlxcache.guess.rule import (
     LENGTHS,
     LONGEST,
     OUTLIER,
     PassCosts,
+    ReplyGuesses,
     Survival,
     best_length,
     cost_curve,

@@ -20,7 +20,7 @@ from mlxcache.cache.kv_cache import KVCache
 from mlxcache.guess.drafts import DraftCosts, DraftRule
 from mlxcache.guess.rule import PassCosts
 from mlxcache.model.pair import Pair
-from mlxcache.scheduling.pass_costs import measure_passes
+from mlxcache.scheduling.cost import measure_passes
 from mlxcache.tree.budget import Budget
 from tests.scheduled import Bench, drafting
 from tests.toys.toy import make_toy

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 
 from mlxcache.guess.forms import reply_form
 from mlxcache.guess.history import History
-from mlxcache.guess.reply import ReplyGuesses
-from mlxcache.guess.rule import PassCost, Survival
+from mlxcache.guess.rule import PassCost, ReplyGuesses, Survival
 from mlxcache.types import token_ids
 from tests.proofs.agent_sessions import Kind, Message, Style, Words, session
 

@@ -23,7 +23,7 @@ from mlxcache.errors import GenerationFailed
 from mlxcache.guess.rule import LENGTHS, PassCosts
 from mlxcache.model.load import Loaded
 from mlxcache.model.own_time import rounding
-from mlxcache.scheduling.pass_costs import FAR, NEAR
+from mlxcache.scheduling.cost import PASSES_FAR, PASSES_NEAR
 from mlxcache.scheduling.speculation import Conversations
 from mlxcache.types import (
     Finished,
@@ -261,7 +261,7 @@ async def speculation(model: Path, folder: Path, scale: Scale, found: Findings) 
         if not isinstance(guesses, Conversations):
             raise NotPlain("this model's cache cannot be rewound: nothing is guessed")
         costs = guesses.costs
-        for cached in (NEAR, FAR):
+        for cached in (PASSES_NEAR, PASSES_FAR):
             row = f"after {cached:,} tokens"
             found.add(COSTS, row, "one token", "s", costs.seconds(cached))
             for tokens in SHOWN:

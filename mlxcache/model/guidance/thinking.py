@@ -234,11 +234,11 @@ class AfterThinking:
 
 # the budget
 
-Steering = Callable[[Guide | None, Sequence[int]], Guide | None]
-"""Takes a reply's guide and the tokens drawn since the change was requested; returns the new guide.
+Steering = Callable[[Guide | None], Guide | None]
+"""Function that changes a reply's guide: it takes the guide so far and returns the new one."""
 
-Both guides have accepted these tokens.
-"""
+AHEAD = 1
+"""Number of tokens that are drawn before a new guide takes effect."""
 
 # Qwen3 was trained on these words: https://arxiv.org/abs/2505.09388, 4.3
 _QWEN_WORDS = (
@@ -321,17 +321,14 @@ class ThinkingBudget:
     """Limit of the thinking in one reply, which requests a guide that ends it.
 
     `limit`: maximum number of tokens in all think blocks together, exceeded by `MOST_WAITING`
-    tokens at most; with None there is no limit until `end` is called. `ahead`: maximum number of
-    tokens that are drawn before a new guide takes effect. `tools`: the reply's calls are parsed.
+    tokens at most; with None there is no limit until `end` is called. `tools`: the reply's
+    calls are parsed.
     """
 
-    def __init__(
-        self, closing: ThinkEnd, tokenizer: Any, limit: int | None, *, ahead: int, tools: bool
-    ):
+    def __init__(self, closing: ThinkEnd, tokenizer: Any, limit: int | None, *, tools: bool):
         self._closing = closing
         self._tokenizer = tokenizer
         self._limit = math.inf if limit is None else limit
-        self._ahead = ahead
         self._tools = tools
         self._recent: deque[int] = deque(maxlen=_RECENT)
         self._since = -1  # tokens since the end was asked for; -1: it was not
@@ -348,27 +345,27 @@ class ThinkingBudget:
             self._since += 1
             if not thinking:
                 return self._stop
-            if self._since <= len(self._ids) + self._ahead + MOST_WAITING + 2:
+            if self._since <= len(self._ids) + AHEAD + MOST_WAITING + 2:
                 return None
             # what looked like the end of the block was not
-        elif not thinking or used < self._limit - self._within - self._ahead:
+        elif not thinking or used < self._limit - self._within - AHEAD:
             return None
         self._since = 0
         return self._start
 
     def may_steer(self, used: int, within: int) -> bool:
         """Return whether the guide may change within the next `within` tokens of thinking."""
-        return self._since >= 0 or used + within >= self._limit - self._within - self._ahead
+        return self._since >= 0 or used + within >= self._limit - self._within - AHEAD
 
     def begin(self, guide: Guide | None) -> Guide | None:
         """Return the guide of a reply that begins inside a think block.
 
         This is `guide` unless the limit is so small that the block must be closed at once.
         """
-        if self._limit > self._within + self._ahead:
+        if self._limit > self._within + AHEAD:
             return guide
         self._since = 0
-        return self._start(guide, ())
+        return self._start(guide)
 
     def end(self) -> Steering | None:
         """Request the end of the open think block, and of any later one."""
@@ -386,7 +383,7 @@ class ThinkingBudget:
         """Number of closing tokens that count as thinking: up to and with the closing marker."""
         return len(self._ids) - self._closing.after
 
-    def _start(self, guide: Guide | None, newer: Sequence[int]) -> Guide:
+    def _start(self, guide: Guide | None) -> Guide:
         inner = guide.inner if isinstance(guide, CloseThinking) else guide
         ids, header = self._ids, self._closing.header
         options: tuple[int, ...] = ()
@@ -403,12 +400,10 @@ class ThinkingBudget:
             tail=tuple(self._recent),
             vocab_size=self._closing.vocab_size,
         )
-        for token in newer:
-            closing.follow(token)
         self._spoken = True  # a second block ends without words
         return closing
 
-    def _stop(self, guide: Guide | None, newer: Sequence[int]) -> Guide | None:
+    def _stop(self, guide: Guide | None) -> Guide | None:
         if isinstance(guide, CloseThinking):
             if not guide.done:
                 return guide
@@ -445,10 +440,6 @@ class CloseThinking:
         """Advance by a token, which only `inner` may refuse: some were drawn before this guide."""
         if self.inner is not None:
             self.inner.accept(token)
-        self.follow(token)
-
-    def follow(self, token: int) -> None:
-        """Advance this guide, but not its `inner` guide, which has accepted `token` already."""
         if self.done:
             return
         if token in self._wanted():

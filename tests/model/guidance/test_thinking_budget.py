@@ -74,7 +74,7 @@ class Reply:
         self.tokenizer = tokenizer
         self.guide = inner
         self.tokens: list[int] = []
-        self.budget = ThinkingBudget(closing(tokenizer), tokenizer, limit, ahead=1, tools=tools)
+        self.budget = ThinkingBudget(closing(tokenizer), tokenizer, limit, tools=tools)
 
     def write(self, content: str, *, thinking: bool, used: int | None = None) -> None:
         """Let the model write `content`; each of its tokens gives way to a forced one."""
@@ -90,7 +90,7 @@ class Reply:
         used = len(self.tokens) if used is None else used
         steering = self.budget.note(token, thinking=thinking, used=used)
         if steering is not None:
-            self.guide = steering(self.guide, ())
+            self.guide = steering(self.guide)
 
     def allowed(self) -> list[int] | None:
         mask = self.guide.mask() if self.guide is not None else None
@@ -161,10 +161,10 @@ def test_small_budgets_have_no_words() -> None:
     (a,) = tokenizer.encode("a", add_special_tokens=False)
     least = max(LEAST_FOR_WORDS, 2 * len(found.words))
     for limit in (least - 1, least):
-        budget = ThinkingBudget(found, tokenizer, limit, ahead=1, tools=False)
+        budget = ThinkingBudget(found, tokenizer, limit, tools=False)
         steered = ((n, budget.note(a, thinking=True, used=n)) for n in range(1, limit + 1))
         used, steering = next((n, change) for n, change in steered if change is not None)
-        guide = steering(None, ())
+        guide = steering(None)
         assert guide is not None
         guide.accept(a)  # drawn before the guide could decide
         said: list[int] = []
