@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, NamedTuple
@@ -18,16 +18,10 @@ import typer
 from rich.console import Console
 
 from mlxcache.bench import report
-from mlxcache.bench.checks import Check
-from mlxcache.bench.client import Client, Refused
-from mlxcache.bench.measure import (
-    Plan,
-    Results,
-    measure,
-    measure_restarts,
-    restart_checks,
-    speed_checks,
-)
+from mlxcache.bench.client import Refused
+from mlxcache.bench.findings import Check, NotApplicable
+from mlxcache.bench.machine import describe_machine
+from mlxcache.bench.measure import RESTART, Plan, Results, measure, restart_checks, speed_checks
 from mlxcache.bench.process import (
     Launch,
     Lives,
@@ -41,8 +35,7 @@ from mlxcache.bench.process import (
     parse_against,
 )
 from mlxcache.bench.replay import Replay, show_replay
-from mlxcache.bench.scenarios import PARTING, SCENARIOS, Visit
-from mlxcache.bench.text import Filler
+from mlxcache.bench.scenarios import PARTING, SCENARIOS, Filler, Visit
 from mlxcache.config import parse_size
 from mlxcache.config.models import DEMO_ID
 from mlxcache.errors import MlxcacheError
@@ -50,7 +43,7 @@ from mlxcache.model.demo import materialise
 from mlxcache.model.hub import resolve
 from mlxcache.plan.trace import read_trace
 
-FAILURES = (NotStarted, NoOwnTime, MlxcacheError, Refused, OSError, ValueError)
+FAILURES = (NotStarted, NoOwnTime, NotApplicable, MlxcacheError, Refused, OSError, ValueError)
 
 
 class MeasurementSet(NamedTuple):
@@ -258,28 +251,27 @@ class Bench:
 
     def speed(self, model: Path, names: Sequence[str]) -> None:
         """Run the scenarios `names` at every server, and time warm turns in mlx-lm alone."""
-        with measuring(model, self.folder) as own:
+        with ExitStack() as stack:
+            own, failures = None, []
+            try:
+                own = stack.enter_context(measuring(model, self.folder))
+            except NotApplicable as why:
+                failures = [str(why)]
             results, servers = self._measure(model, "speed", names, own)
-        if own is None:
-            results.failures.append(f"{model} cannot be measured without a server")
+        results.failures.extend(failures)
         self.found |= self._report(results, servers)
 
     def family(self, model: Path, names: Sequence[str], family: str) -> None:
         """Run the scenarios `names` at every server with a model of one architecture."""
-        results, servers = self._measure(model, family, names, None)
-        found = self._report(results, servers, family)
+        found = self._report(*self._measure(model, family, names), family)
         self.found.setdefault("families", {})[family] = found
 
-    def restart(self, model: Path, name: str = "restart") -> None:
+    def restart(self, model: Path, name: str = RESTART) -> None:
         """Measure first tokens after every server was killed and started again."""
-        with ExitStack() as stack, self.console.status(name) as status:
-            lives = self._lives(model, name, stack)
-            visit = self._visitor(model, f"{self.folder.name}/{name}")
-            plan = Plan(["restart"], self.options.runs, visit, status.update)
-            rounds, failures = measure_restarts(plan, lives)
-        report.show_restarts(self.console, rounds, failures, name)
-        self.found.setdefault("restart", {})[name] = report.restarts_json(rounds, failures)
-        self.checks += restart_checks(rounds, failures)
+        results, _ = self._measure(model, name, [RESTART])
+        report.show_restarts(self.console, results, name)
+        self.found.setdefault("restart", {})[name] = report.restarts_json(results)
+        self.checks += restart_checks(results)
 
     def trace(self, model: Path, plan: Replay) -> None:
         """Replay the trace of `plan` at every server with equal RAM."""
@@ -292,30 +284,23 @@ class Bench:
     def ours(self, name: str, *extra: str) -> Launch:
         return ours(self.folder / f"cache-{name}", *extra)
 
-    def _lives(self, model: Path, name: str, stack: ExitStack) -> list[Lives]:
-        launches = [self.ours(name), *self.options.launches]
-        lives = [Lives(one, model, self.folder, self.options.wait_s) for one in launches]
-        for one in lives:
-            stack.callback(one.end)
-        return lives
-
-    def _visitor(self, model: Path, seed: str) -> Callable[[Client, int], Visit]:
-        options, filler = self.options, Filler(model)
-
-        def visit(client: Client, run: int) -> Visit:  # new text in each run: caches persist
-            return Visit(client, filler, options.tokens, options.reply_tokens, f"{seed}/{run}")
-
-        return visit
-
     def _measure(
-        self, model: Path, name: str, scenarios: Sequence[str], own: OwnTime | None
+        self, model: Path, name: str, scenarios: Sequence[str], own: OwnTime | None = None
     ) -> tuple[Results, list[Server]]:
         """Run `scenarios` at all servers, which have ended then but hold their memory figures."""
-        options = self.options
+        options, filler = self.options, Filler(model)
+
+        def visit(server: Lives, run: int) -> Visit:  # new text in each run: caches persist
+            seed = f"{self.folder.name}/{name}/{run}"
+            return Visit(server, filler, options.tokens, options.reply_tokens, seed)
+
         with ExitStack() as stack, self.console.status("starting the servers") as status:
-            lives = self._lives(model, name, stack)
-            servers = [one.server for one in lives]
-            visit = self._visitor(model, self.folder.name)
+            lives = [
+                stack.enter_context(Lives(one, model, self.folder, options.wait_s))
+                for one in (self.ours(name), *options.launches)
+            ]
+            # those that restart are begun in their turn, so that one that fails is reported
+            servers = [one.server for one in lives] if scenarios != [RESTART] else []
             plan = Plan(scenarios, options.runs, visit, status.update, options.keep)
             return measure(plan, lives, own), servers
 
@@ -343,14 +328,14 @@ def conduct(
     console = report.wide_console()
     with scratch() as folder:
         run = Bench(options, folder, console)
-        run.found |= {"machine": report.machine(), "model": model}
+        run.found |= {"machine": describe_machine(), "model": model}
         run.found |= {"tokens": options.tokens, "runs": options.runs}
         try:
             play(run)
         except FAILURES as error:
             console.print(str(error), style="red", markup=False)
             sys.exit(1)
-        run.found["checks"] = [asdict(check) | {"ok": check.ok} for check in run.checks]
+        run.found["checks"] = [check.as_json() for check in run.checks]
         report.show_checks(console, run.checks)
     if json_file is not None:
         json_file.write_text(json.dumps(run.found, indent=1), encoding="utf-8")

@@ -8,17 +8,25 @@ import mmap
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from mlxcache.bench.checks import Check, Measured, middle
+from mlxcache.bench.context import Scale
+from mlxcache.bench.findings import Findings, middle
 from mlxcache.bench.inside import Inside, drained, running_inside
 from mlxcache.store.folder import write
 from mlxcache.types import Tokens, join_ids, token_ids
 
-OnStep = Callable[[str], None]
+DISK = "Disk tier"
+QUICK = "a quick run writes too little"
+
+
+def _running(model: Path, folder: Path, scale: Scale) -> AbstractAsyncContextManager[Inside]:
+    return running_inside(model, folder, ram=f"{4 * scale.disk_bytes + (2 << 30)}")
+
 
 # -- the page cache --------------------------------------------------------------------------------
 
@@ -81,7 +89,6 @@ def read(files: Sequence[Path]) -> int:
 
 # -- restoring -------------------------------------------------------------------------------------
 
-RESTORE_BYTES = 1_100_000_000
 RESTORE_SHARE = 0.70
 """Minimum speed of restoring, including checksums and look-up, relative to plain reading."""
 
@@ -91,37 +98,33 @@ CACHED_BYTES_S = 10e9
 PATIENCE_S = 120.0
 
 
-def restore_speed(
-    model: Path, folder: Path, runs: int, on_step: OnStep, total: int = RESTORE_BYTES
-) -> Measured:
-    """Restore `total` bytes of KV `runs` times, each time paired with plain reading of the files.
+async def restore_speed(model: Path, folder: Path, scale: Scale, found: Findings) -> None:
+    """Restore KV several times, each time paired with plain reading of the files.
 
     Restoring is timed from a request's submission until its prefix has been looked up, verified and
     copied into a lineage. The ratio has no bound if the files could not be dropped from the page
-    cache. Raises ValueError if the model caches more than KV or not all of it was restored.
+    cache. Raises NotApplicable if the model caches more than KV, and ValueError if not all was
+    restored.
     """
-
-    async def play() -> Measured:
-        async with running_inside(model, folder, ram=f"{4 * total + (2 << 30)}") as inside:
-            ids = inside.tokens(total, 1)
-            await inside.put(ids)
-            await inside.write(ids)
-            files = inside.files(ids)
-            plain, restored, how = [], [], drop(files)
-            for run in range(runs):
-                for ours in (run % 2 == 0, run % 2 == 1):
-                    on_step(f"{run + 1}/{runs} {'restoring' if ours else 'reading'}")
-                    if ours:
-                        restored.append(await _restore(inside, ids, files, run))
-                    else:
-                        drop(files)
-                        began = time.perf_counter()
-                        await asyncio.to_thread(read, files)
-                        plain.append(time.perf_counter() - began)
-            nbytes = sum(file.stat().st_size for file in files)
-        return restore_figures(nbytes, len(files), plain, restored, how)
-
-    return asyncio.run(play())
+    plain: list[float] = []
+    restored: list[float] = []
+    async with _running(model, folder, scale) as inside:
+        ids = inside.tokens(scale.disk_bytes, 1)
+        await inside.put(ids)
+        await inside.write(ids)
+        files = inside.files(ids)
+        how = drop(files)
+        for run in range(scale.runs):
+            for ours in (run % 2 == 0, run % 2 == 1):
+                if ours:
+                    restored.append(await _restore(inside, ids, files, run))
+                else:
+                    drop(files)
+                    began = time.perf_counter()
+                    await asyncio.to_thread(read, files)
+                    plain.append(time.perf_counter() - began)
+        sizes = [file.stat().st_size for file in files]
+    note_restored(found, sizes, list(zip(plain, restored, strict=True)), how, quick=scale.quick)
 
 
 async def _restore(inside: Inside, ids: Tokens, files: Sequence[Path], run: int) -> float:
@@ -141,32 +144,36 @@ async def _restore(inside: Inside, ids: Tokens, files: Sequence[Path], run: int)
     return seconds
 
 
-def restore_figures(
-    nbytes: int, files: int, plain: list[float], restored: list[float], how: str | None
-) -> Measured:
-    """Return the speeds of pairs of reading and restoring, which took these seconds."""
-    ratio = middle(a / b for a, b in zip(plain, restored, strict=True)) or 0.0
-    plain_rate = nbytes / (middle(plain) or 1)
-    if how == BY_MSYNC and plain_rate > CACHED_BYTES_S:
+def note_restored(
+    found: Findings,
+    sizes: Sequence[int],
+    pairs: Sequence[tuple[float, float]],
+    how: str | None,
+    *,
+    quick: bool = False,
+) -> None:
+    """Add the speeds of pairs of reading and restoring, which took these seconds."""
+    nbytes, row = sum(sizes), "restore_speed"
+    plain, restored = zip(*pairs, strict=True)
+    ratio = median(a / b for a, b in pairs)
+    if how == BY_MSYNC and nbytes / median(plain) > CACHED_BYTES_S:
         how = None
-    figures = {
-        "bytes": nbytes,
-        "files": files,
-        "plain_bytes_s": plain_rate,
-        "restored_bytes_s": nbytes / (middle(restored) or 1),
-        "ratio": ratio,
-        "page_cache": f"dropped by {how}" if how else "not dropped: no bound",
-        "plain_s": plain,
-        "restored_s": restored,
-    }
+    found.add(DISK, row, "size", "bytes", nbytes)
+    found.add(DISK, row, "files", "", len(sizes))
+    found.add(DISK, row, "plain", "bytes/s", *(nbytes / seconds for seconds in plain))
+    found.add(DISK, row, "restored", "bytes/s", *(nbytes / seconds for seconds in restored))
+    found.add(DISK, row, "ratio", "", ratio)
+    found.add(DISK, row, "plain, time", "s", *plain)
+    found.add(DISK, row, "restored, time", "s", *restored)
+    dropped = f"dropped by {how}" if how else "not dropped: no bound"
+    found.notes.append(f"page cache {dropped}")
+    why_not = QUICK if quick else None if how else "the page cache was not dropped"
     name = "restoring, by plain reading of the same files"
-    bound = Check(name, ratio, RESTORE_SHARE, least=True)
-    return Measured(figures, [bound] if how else [])
+    found.hold(name, ratio, RESTORE_SHARE, least=True, why_not=why_not)
 
 
 # -- writing ---------------------------------------------------------------------------------------
 
-WRITE_BYTES = 1_000_000_000
 WRITE_SHARE = 0.9
 """Minimum tokens/s beside writes of the disk tier, relative to writes of a plain thread."""
 
@@ -176,33 +183,23 @@ REPLY_TOKENS, SETTLED_TOKENS = 256, 16
 Replies are so short that the last tokens take no longer than the first."""
 
 
-def write_beside(
-    model: Path, folder: Path, runs: int, on_step: OnStep, total: int = WRITE_BYTES
-) -> Measured:
-    """Measure the speed of a reply while the disk tier, or a plain thread, writes `total` bytes.
+async def write_behind(model: Path, folder: Path, scale: Scale, found: Findings) -> None:
+    """Measure the speed of a reply while the disk tier, or a plain thread, writes a session's KV.
 
     The plain thread writes files of the same sizes in the same way: it syncs each and then renames
-    it. Raises ValueError if the model caches more than KV, or if no token was generated.
+    it. Raises NotApplicable if the model caches more than KV, ValueError if no token was generated.
     """
-    return asyncio.run(_write_beside(model, folder, runs, on_step, total))
-
-
-async def _write_beside(
-    model: Path, folder: Path, runs: int, on_step: OnStep, total: int
-) -> Measured:
     beside = folder / "plain"
     beside.mkdir(parents=True)
     alone: list[float] = []
     paces: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
-    async with running_inside(model, folder, ram=f"{4 * total + (2 << 30)}") as inside:
-        on_step("0 the first session")
-        sizes = await _sizes(inside, total)
+    async with _running(model, folder, scale) as inside:
+        sizes = await _sizes(inside, scale.disk_bytes)
         data = os.urandom(max(sizes))
-        for run in range(runs):
-            ids = inside.tokens(total, 10 + run)
+        for run in range(scale.runs):
+            ids = inside.tokens(scale.disk_bytes, 10 + run)
             await inside.put(ids)
             for ours in (run % 2 == 0, run % 2 == 1):
-                on_step(f"{run + 1}/{runs} beside {'the store' if ours else 'a plain thread'}")
                 async with _decoding(inside, run):
                     if not paces[True] or not ours:
                         alone.append((await _pace(inside, asyncio.sleep(1.0)))[0])
@@ -215,7 +212,7 @@ async def _write_beside(
             await inside.clear()
             for file in beside.iterdir():
                 file.unlink()
-    return _write_figures(sizes, alone, paces[True], paces[False])
+    _note_written(sizes, alone, paces, scale, found)
 
 
 async def _sizes(inside: Inside, total: int) -> Sequence[int]:
@@ -262,29 +259,25 @@ async def _pace(inside: Inside, work: Coroutine[Any, Any, None]) -> tuple[float,
     return (inside.generated() - before) / seconds, seconds
 
 
-def _write_figures(
+def _note_written(
     sizes: Sequence[int],
-    alone: list[float],
-    store: list[tuple[float, float]],
-    plain: list[tuple[float, float]],
-) -> Measured:
-    """Return medians; `store` and `plain` have a pace and seconds for each repetition."""
-    paces, plain_paces = ([pace for pace, _ in one] for one in (store, plain))
-    store_s, plain_s = (middle(seconds for _, seconds in one) or 1 for one in (store, plain))
-    ratio = middle(a / b if b else None for a, b in zip(paces, plain_paces, strict=True))
+    alone: Sequence[float],
+    paces: dict[bool, list[tuple[float, float]]],
+    scale: Scale,
+    found: Findings,
+) -> None:
+    nbytes, row = sum(sizes), "write_behind"
+    store, plain = (list(zip(*paces[ours], strict=True)) for ours in (True, False))
+    ratio = middle(a / b if b else None for a, b in zip(store[0], plain[0], strict=True))
     if ratio is None:
         raise ValueError("nothing was generated while the plain files were written: try again")
-    figures = {
-        "bytes": sum(sizes),
-        "files": len(sizes),
-        "alone_tokens_s": middle(alone),
-        "beside_plain_tokens_s": middle(plain_paces),
-        "beside_store_tokens_s": middle(paces),
-        "plain_bytes_s": sum(sizes) / plain_s,
-        "store_bytes_s": sum(sizes) / store_s,
-        "ratio": ratio,
-        "store": paces,
-        "plain": plain_paces,
-    }
+    found.add(DISK, row, "size", "bytes", nbytes)
+    found.add(DISK, row, "files", "", len(sizes))
+    found.add(DISK, row, "alone", "tokens/s", *alone)
+    found.add(DISK, row, "beside plain", "tokens/s", *plain[0])
+    found.add(DISK, row, "beside store", "tokens/s", *store[0])
+    found.add(DISK, row, "plain", "bytes/s", *(nbytes / seconds for seconds in plain[1]))
+    found.add(DISK, row, "store", "bytes/s", *(nbytes / seconds for seconds in store[1]))
+    found.add(DISK, row, "ratio", "", ratio)
     name = "tokens/s beside a session being written, by those beside a plain writer"
-    return Measured(figures, [Check(name, ratio, WRITE_SHARE, least=True)])
+    found.hold(name, ratio, WRITE_SHARE, least=True, why_not=QUICK if scale.quick else None)

@@ -12,6 +12,7 @@ from typing import Literal
 import mlx.core as mx
 import numpy as np
 
+from mlxcache.bench.findings import NotApplicable
 from mlxcache.cache.disk import DiskTier
 from mlxcache.cache.kv_cache import KVCache
 from mlxcache.config import Settings
@@ -41,10 +42,6 @@ GREEDY = Sampling()
 Prepare = Callable[[Loaded], Loaded]
 
 
-class NotPlain(ValueError):
-    """Error raised if a model caches more than KV (checkpoints), which random KV cannot imitate."""
-
-
 class Inside:
     """An engine whose RAM tier can be filled with random KV. Use it in its event loop."""
 
@@ -70,9 +67,9 @@ class Inside:
         return not self.core.layout.opaque and self.core.layout.cacheable
 
     async def put(self, ids: Tokens) -> None:
-        """Put random KV for `ids` into RAM. Raises ValueError if it does not fit, and NotPlain."""
+        """Put random KV for `ids` into RAM. Raises ValueError if it does not fit, NotApplicable."""
         if not self.plain:
-            raise NotPlain("this model caches more than KV, so random KV cannot replace it")
+            raise NotApplicable("this model caches more than KV, so random KV cannot replace it")
         await self.engine.call(lambda core: _put(core.kv, ids))
 
     async def write(self, ids: Tokens) -> None:
@@ -118,13 +115,9 @@ class Inside:
         ends = self.core.loaded.tokenizer.eos_token_ids if endless else ()
         bias = tuple((int(id), -100.0) for id in sorted(ends))
         job = Job(
-            f"bench-{self._asked}",
-            Prompt(ids),
-            replace(sampling, logit_bias=bias),
-            max_tokens=max_tokens,
-            top_logprobs=top,
-            speculate=speculate,
-        )
+            f"bench-{self._asked}", Prompt(ids), replace(sampling, logit_bias=bias),
+            max_tokens=max_tokens, top_logprobs=top, speculate=speculate,
+        )  # fmt: skip
         return await self.engine.submit(job)
 
     async def reply(self, ids: Tokens, max_tokens: int) -> None:
@@ -171,13 +164,9 @@ async def running_inside(
     `prepare` may replace the loaded model, on the MLX thread. Raises ModelError, or ValueError.
     """
     settings = Settings(
-        model=str(model),
-        cache_dir=cache_dir,
-        ram=ram,
-        disk="100GB",
-        no_anticipate=True,
+        model=str(model), cache_dir=cache_dir, ram=ram, disk="100GB", no_anticipate=True,
         speculate=speculate,
-    )
+    )  # fmt: skip
     engine = _Prepared(settings, prepare)
     await engine.start()
     try:

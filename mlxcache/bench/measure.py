@@ -5,17 +5,19 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import product
-from typing import Any, Generic, TypeVar
+from typing import Any
 
-from mlxcache.bench.checks import Check, by, middle
 from mlxcache.bench.client import Client, Refused, Reply
+from mlxcache.bench.findings import Check, by, middle
 from mlxcache.bench.process import OURS, THEIRS, Lives, NotStarted, OwnTime
-from mlxcache.bench.scenarios import AGAIN, SCENARIOS, Outcome, Visit
+from mlxcache.bench.scenarios import AGAIN, SCENARIOS, Outcome, Visit, restart
 
 SETTLE_S = 0.05
 """Pause in seconds between two servers, so that writes of one do not slow down the other."""
+
+RESTART = "restart"
 
 FIRST_TOKEN, OWN_TIME, THROUGHPUT = 1.05, 1.10, 1.0
 OVERHEAD_S = 0.030
@@ -25,57 +27,16 @@ LONG_S, SOONER = 10.0, 20.0
 
 The bound is checked if the cold one takes at least LONG_S seconds."""
 
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """Figures of one run of a scenario at one server; times are in seconds.
-
-    `first_s` is the time to the first text, the mean of all replies, and `wall_s` the time of the
-    scenario. `rate` is the tokens per second of a reply after its first token, the median of all
-    replies. `throughput` is `generated_tokens`, the sum of all replies, per second of `wall_s`. The
-    counts of a prompt are means, and None if the server did not report them for every reply.
-    """
-
-    first_s: float
-    wall_s: float
-    rate: float | None
-    throughput: float
-    prompt_tokens: float | None
-    cached_tokens: float | None
-    generated_tokens: int
-    fed_tokens: float | None = None
+Figures = dict[str, float | None]
+"""Figures of one run of a scenario at one server, by name; None for those that are not known."""
 
 
-@dataclass(frozen=True, slots=True)
-class Round:
-    """Figures of three turns: cold, warm, and one after kill -9 and a new start.
-
-    The times are seconds until the first text, `again_s` that of the third turn; `sooner` is
-    `cold_s` / `again_s`. Counts are those of the third turn, None if the server reports none:
-    `restored_tokens` came from disk, and `lost_tokens` is the number of tokens of the cold turn and
-    its reply whose KV was computed, less `cached_tokens`: 0 or less if all were still cached.
-    """
-
-    cold_s: float
-    warm_s: float
-    again_s: float
-    prompt_tokens: int | None
-    cached_tokens: int | None
-    restored_tokens: int | None
-    lost_tokens: int | None
-    sooner: float | None
-
-
-S = TypeVar("S", Sample, Round)
-
-
-class Samples(dict[str, list[S]], Generic[S]):
+class Samples(dict[str, list[Figures]]):
     """Samples of one scenario by the server's name."""
 
-    def medians(self, server: str) -> dict[str, float | None]:
+    def medians(self, server: str) -> Figures:
         taken = self.get(server, [])
-        names = [one.name for one in fields(taken[0])] if taken else []
-        return {name: middle(getattr(sample, name) for sample in taken) for name in names}
+        return {name: middle(one[name] for one in taken) for name in (taken[0] if taken else ())}
 
     def ratio(self, figure: str, server: str) -> float | None:
         """Return the median over repetitions of this server's `figure` divided by that of `server`.
@@ -84,52 +45,48 @@ class Samples(dict[str, list[S]], Generic[S]):
         no effect. Returns None if no repetition can be compared.
         """
         pairs = zip(self.get(OURS, ()), self.get(server, ()), strict=False)
-        return middle(by(getattr(mine, figure), getattr(other, figure)) for mine, other in pairs)
-
-
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """Seconds to the first token of a warm turn, here and with mlx-lm alone for the same tokens."""
-
-    server_s: float
-    own_s: float
-    prompt_tokens: int
-    fed_tokens: int
+        return middle(by(mine[figure], other[figure]) for mine, other in pairs)
 
 
 @dataclass(slots=True)
 class Results:
     """Samples by scenario, failures as text, and details of warm turns.
 
-    `pairs` compares warm turns of this server with mlx-lm alone, which also measured
-    `kv_bytes_per_token`. `timings` has the seconds of each part of a warm turn, as this server
-    recorded them.
+    `pairs` compares warm turns of this server with mlx-lm alone (`server_s` and `own_s`: seconds to
+    the first token for the same tokens), which also measured `kv_bytes_per_token`. `timings` has
+    the seconds of each part of a warm turn, as this server recorded them.
     """
 
-    samples: dict[str, Samples[Sample]] = field(default_factory=dict)
+    samples: dict[str, Samples] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
-    pairs: list[Pair] = field(default_factory=list)
+    pairs: list[dict[str, float]] = field(default_factory=list)
     timings: list[Mapping[str, float | None]] = field(default_factory=list)
     kv_bytes_per_token: float | None = None
 
     def ratio(self, scenario: str, figure: str, server: str) -> float | None:
-        taken = self.samples.get(scenario)
-        return None if taken is None else taken.ratio(figure, server)
+        return self.samples.get(scenario, Samples()).ratio(figure, server)
 
 
-def sample(outcome: Outcome) -> Sample:
+def figures_of(outcome: Outcome) -> Figures:
+    """Return the figures of one run of a scenario; times are in seconds.
+
+    `first_s` is the time to the first text, the mean of all replies, and `wall_s` the time of the
+    scenario. `rate` is the tokens per second of a reply after its first token, the median of all
+    replies. `throughput` is `generated_tokens`, the sum of all replies, per second of `wall_s`. The
+    counts of a prompt are means, and None if the server did not report them for every reply.
+    """
     replies = outcome.replies
     generated = sum(reply.generated_tokens for reply in replies)
-    return Sample(
-        first_s=sum(reply.first_s for reply in replies) / len(replies),
-        wall_s=outcome.wall_s,
-        rate=middle(reply.decode_rate for reply in replies),
-        throughput=generated / outcome.wall_s,
-        prompt_tokens=_mean([reply.prompt_tokens for reply in replies]),
-        cached_tokens=_mean([reply.cached_tokens for reply in replies]),
-        generated_tokens=generated,
-        fed_tokens=_mean([reply.fed_tokens for reply in replies]),
-    )
+    return {
+        "first_s": sum(reply.first_s for reply in replies) / len(replies),
+        "wall_s": outcome.wall_s,
+        "rate": middle(reply.decode_rate for reply in replies),
+        "throughput": generated / outcome.wall_s,
+        "prompt_tokens": _mean([reply.prompt_tokens for reply in replies]),
+        "cached_tokens": _mean([reply.cached_tokens for reply in replies]),
+        "generated_tokens": generated,
+        "fed_tokens": _mean([reply.fed_tokens for reply in replies]),
+    }
 
 
 def _mean(counts: Sequence[int | None]) -> float | None:
@@ -137,11 +94,43 @@ def _mean(counts: Sequence[int | None]) -> float | None:
     return sum(known) / len(known) if len(known) == len(counts) else None
 
 
+def restart_figures(outcome: Outcome, client: Client) -> Figures:
+    """Return the figures of three turns: cold, warm, and one after kill -9 and a new start.
+
+    The times are seconds until the first text, `again_s` that of the third turn; `sooner` is
+    `cold_s` / `again_s`. Counts are those of the third turn, None if the server reports none:
+    `restored_tokens` came from disk, and `lost_tokens` is the number of tokens of the cold turn and
+    its reply whose KV was computed, less `cached_tokens`: 0 or less if all were still cached.
+    """
+    cold, warm, again = outcome.replies
+    cached = again.cached_tokens
+    return {
+        "cold_s": cold.first_s,
+        "warm_s": warm.first_s,
+        "again_s": again.first_s,
+        "prompt_tokens": again.prompt_tokens,
+        "cached_tokens": cached,
+        "restored_tokens": _restored(client, again),
+        "lost_tokens": None if cached is None else cold.conversation_tokens - cached,
+        "sooner": by(cold.first_s, again.first_s),
+    }
+
+
+def _restored(client: Client, reply: Reply) -> int | None:
+    """Fetch the restored tokens of a reply's request, which only mlxcache reports."""
+    if reply.request is None:
+        return None
+    with contextlib.suppress(Refused):
+        record: Mapping[str, Any] = client.get(f"/v1/requests/{reply.request}")
+        return record.get("restored_tokens")
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Scenarios to run, by name, and how often: `runs` repetitions at each server.
 
-    `visit(client, run)` makes the conversations of repetition `run` at one server. `on_step` is
+    `visit(server, run)` makes the conversations of repetition `run` at one server. `on_step` is
     called with a text before each scenario. With `keep`, all repetitions share one visit:
     conversations continue, and scenarios that begin one are run only once. This saves most of the
     time if prompts are long.
@@ -149,7 +138,7 @@ class Plan:
 
     scenarios: Sequence[str]
     runs: int
-    visit: Callable[[Client, int], Visit]
+    visit: Callable[[Lives, int], Visit]
     on_step: Callable[[str], None]
     keep: bool = False
 
@@ -173,7 +162,7 @@ class Plan:
             key = (server.name, 0 if self.keep else run)
             try:
                 if key not in visits:
-                    visits[key] = self.visit(server.client, key[1])
+                    visits[key] = self.visit(server, key[1])
                 take(name, server, visits[key])
             except (Refused, NotStarted) as error:
                 out.add((name, server.name))
@@ -181,7 +170,7 @@ class Plan:
         return failures
 
 
-def measure(plan: Plan, servers: Sequence[Lives], own: OwnTime | None) -> Results:
+def measure(plan: Plan, servers: Sequence[Lives], own: OwnTime | None = None) -> Results:
     """Run the scenarios of `plan` at all `servers` and return the results. Blocks.
 
     `own`, if not None, measures the turns of this server's scenario `warm` again with mlx-lm alone.
@@ -191,8 +180,12 @@ def measure(plan: Plan, servers: Sequence[Lives], own: OwnTime | None) -> Result
     })  # fmt: skip
 
     def take(name: str, server: Lives, visit: Visit) -> None:
+        if name == RESTART:
+            taken = restart_figures(restart(visit), server.client)
+            results.samples[name][server.name].append(taken)
+            return
         outcome = SCENARIOS[name](visit)
-        results.samples[name][server.name].append(sample(outcome))
+        results.samples[name][server.name].append(figures_of(outcome))
         if name == "warm" and server.name == OURS:
             reply = outcome.replies[0]
             record: dict[str, Any] = server.client.get(f"/v1/requests/{reply.request}")
@@ -200,50 +193,11 @@ def measure(plan: Plan, servers: Sequence[Lives], own: OwnTime | None) -> Result
             if own is not None and reply.prompt_tokens and reply.cached_tokens:
                 fed = reply.prompt_tokens - reply.cached_tokens
                 seconds, results.kv_bytes_per_token = own.ask(reply.cached_tokens, fed)
-                results.pairs.append(Pair(reply.first_s, seconds, reply.prompt_tokens, fed))
+                counts = {"prompt_tokens": reply.prompt_tokens, "fed_tokens": fed}
+                results.pairs.append({"server_s": reply.first_s, "own_s": seconds, **counts})
 
     results.failures += plan.play(servers, take)
     return results
-
-
-def measure_restarts(plan: Plan, lives: Sequence[Lives]) -> tuple[Samples[Round], list[str]]:
-    """Kill each server after the second turn of a conversation; return rounds and failures."""
-    rounds: Samples[Round] = Samples({one.name: [] for one in lives})
-
-    def take(_: str, one: Lives, visit: Visit) -> None:
-        rounds[one.name].append(_round(one, visit))
-
-    return rounds, plan.play(lives, take)
-
-
-def _round(lives: Lives, visit: Visit) -> Round:
-    cold = visit.open("main")
-    talk = visit.talk("main")
-    warm = talk.ask(visit.words())
-    lives.kill()
-    talk.reconnect(lives.client)
-    again = talk.ask(visit.words())
-    cached = again.cached_tokens
-    return Round(
-        cold_s=cold.first_s,
-        warm_s=warm.first_s,
-        again_s=again.first_s,
-        prompt_tokens=again.prompt_tokens,
-        cached_tokens=cached,
-        restored_tokens=_restored(talk.client, again),
-        lost_tokens=None if cached is None else cold.conversation_tokens - cached,
-        sooner=by(cold.first_s, again.first_s),
-    )
-
-
-def _restored(client: Client, reply: Reply) -> int | None:
-    """Fetch the restored tokens of a reply's request, which only mlxcache reports."""
-    if reply.request is None:
-        return None
-    with contextlib.suppress(Refused):
-        record: Mapping[str, Any] = client.get(f"/v1/requests/{reply.request}")
-        return record.get("restored_tokens")
-    return None
 
 
 # -- bounds ----------------------------------------------------------------------------------------
@@ -267,18 +221,19 @@ def speed_checks(results: Results, others: Sequence[str]) -> Iterator[Check]:
     if ratio is not None:
         name = f"tokens/s of eight at once, by {THEIRS}'s"
         yield Check(name, ratio, THROUGHPUT, least=True)
-    share = middle(by(pair.server_s, pair.own_s) for pair in results.pairs)
-    over = middle(pair.server_s - pair.own_s for pair in results.pairs)
+    share = middle(by(pair["server_s"], pair["own_s"]) for pair in results.pairs)
+    over = middle(pair["server_s"] - pair["own_s"] for pair in results.pairs)
     if share is not None and over is not None:
         yield Check("warm first token, by the model's own time", share, OWN_TIME)
         yield Check("warm first token, less the model's own time", over, OVERHEAD_S, "s")
 
 
-def restart_checks(rounds: Samples[Round], failures: Sequence[str]) -> Iterator[Check]:
-    """Yield the bounds on mlxcache's rounds: none may fail or lose a token of its cold turn."""
-    yield Check("restarts that failed here", _failed(failures), 0)
+def restart_checks(results: Results) -> Iterator[Check]:
+    """Yield the bounds on mlxcache's restarts: none may fail or lose a token of its cold turn."""
+    yield Check("restarts that failed here", _failed(results.failures), 0)
+    rounds = results.samples[RESTART]
     mine = rounds.medians(OURS)
-    lost = max((one.lost_tokens or 0 for one in rounds[OURS]), default=0)
+    lost = max((one["lost_tokens"] or 0 for one in rounds.get(OURS, ())), default=0)
     yield Check("tokens of the turn before the last that a kill cost", lost, 0)
     sooner = mine.get("sooner")
     if (mine.get("cold_s") or 0) >= LONG_S and sooner is not None:

@@ -20,11 +20,13 @@ from typing import IO
 import psutil
 
 from mlxcache.bench.client import Client, Refused
+from mlxcache.bench.findings import NotApplicable
 from mlxcache.config.memory import read_footprint
 from mlxcache.kernels import kernel_variables
 
 SAMPLE_S = 0.05
 END_S = 10.0
+TIMEOUT_S = 600.0
 OURS, THEIRS = "mlxcache", "mlx_lm.server"
 
 
@@ -152,13 +154,24 @@ class Server:
 
 
 class Lives:
-    """A server that can be killed and started again with the same model and cache folder."""
+    """A server that can be killed and started again with the same model and cache folder.
 
-    def __init__(self, launch: Launch, model: Path, logs: Path, wait_s: float):
+    Its arguments are those of `running`. It ends with the block of a `with` statement.
+    """
+
+    def __init__(
+        self, launch: Launch, model: Path, logs: Path, wait_s: float, timeout: float = TIMEOUT_S
+    ):
         self.name = launch.name
-        self._start = (launch, model, logs, wait_s)
+        self._start = (launch, model, logs, wait_s, timeout)
         self._stack = contextlib.ExitStack()
         self._server: Server | None = None
+
+    def __enter__(self) -> Lives:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
 
     @property
     def server(self) -> Server:
@@ -185,9 +198,9 @@ class Lives:
             self.end()
 
     def kill_starting(self, seconds: float) -> None:
-        launch, model, logs, _ = self._start
+        launch, model, logs, *_ = self._start
         with (logs / f"{self.name}-starting.log").open("wb") as output:
-            server = _begun(launch, str(model), free_port(), output)
+            server = _begun(launch, str(model), output)
         time.sleep(seconds)
         server.kill()
 
@@ -197,16 +210,18 @@ class Lives:
 
 
 @contextlib.contextmanager
-def running(launch: Launch, model: Path, logs: Path, wait_s: float) -> Iterator[Server]:
+def running(
+    launch: Launch, model: Path, logs: Path, wait_s: float, timeout: float = TIMEOUT_S
+) -> Iterator[Server]:
     """Yield a running server, which ends with the block. Raises NotStarted.
 
     It is ready when it has answered /v1/models or /health, and then one chat request; each may take
-    `wait_s`. Its output goes to a file in the folder `logs`.
+    `wait_s`. `timeout`: that of its client. Its output goes to a file in the folder `logs`.
     """
     port = free_port()
     log = logs / f"{launch.name.replace('/', '_')}-{port}.log"
     with log.open("wb") as output:
-        server = _begun(launch, str(model), port, output)
+        server = _begun(launch, str(model), output, port, timeout)
     try:
         _await(server, wait_s, log)
         server.watch()
@@ -244,7 +259,14 @@ def run_to_end(command: Sequence[str], log: Path) -> tuple[int, list[str]]:
     return process.returncode, printed.strip().splitlines()
 
 
-def _begun(launch: Launch, model: str, port: int, output: IO[bytes]) -> Server:
+def _begun(
+    launch: Launch,
+    model: str,
+    output: IO[bytes],
+    port: int | None = None,
+    timeout: float = TIMEOUT_S,
+) -> Server:
+    port = port or free_port()
     env = {**os.environ, **kernel_variables(), **launch.variables}
     if launch.foreign:
         env.pop("PYTHONPATH", None)
@@ -256,7 +278,7 @@ def _begun(launch: Launch, model: str, port: int, output: IO[bytes]) -> Server:
         )  # fmt: skip
     except OSError as error:
         raise NotStarted(f"{launch.name}: {error}") from error
-    return Server(launch, process, Client(port, model), model)
+    return Server(launch, process, Client(port, model, timeout), model)
 
 
 def _await(server: Server, wait_s: float, log: Path) -> None:
@@ -324,13 +346,13 @@ class OwnTime:
 
 
 @contextlib.contextmanager
-def measuring(model: Path, logs: Path) -> Iterator[OwnTime | None]:
-    """Yield a process with a model loaded by mlx-lm; None if it cannot be measured."""
+def measuring(model: Path, logs: Path) -> Iterator[OwnTime]:
+    """Yield a process with a model loaded by mlx-lm. Raises NotApplicable if it can't be timed."""
     command = [sys.executable, "-m", "mlxcache.model.own_time", str(model)]
     with program(command, logs / "own_time.log", stdin=subprocess.PIPE) as process:
-        own: OwnTime | None = OwnTime(process)
+        own = OwnTime(process)
         try:
-            OwnTime(process).read()
-        except NoOwnTime:
-            own = None
+            own.read()
+        except NoOwnTime as why:
+            raise NotApplicable(f"mlx-lm alone cannot be timed: {why}") from why
         yield own

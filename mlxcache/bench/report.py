@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import platform
 from collections.abc import Sequence
-from dataclasses import asdict
-from importlib.metadata import version
 from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from mlxcache.bench.checks import Check, middle
-from mlxcache.bench.measure import Results, Round, S, Samples
+from mlxcache.bench.findings import Check, Findings, middle, quantity
+from mlxcache.bench.measure import RESTART, Results, Samples
 from mlxcache.bench.process import OURS, Server
 from mlxcache.bench.scenarios import PARTING, SCENARIOS
 
@@ -38,7 +34,7 @@ FED_COMPARED = {"first_s": "× first", "fed_tokens": "× fed"}
 """Columns for scenarios that measure fed tokens: figures relative to the other server."""
 RATIOS = ("first_s", "fed_tokens", "wall_s", "rate", "throughput")
 
-RESTART = {
+RESTARTS = {
     "cold_s": "cold",
     "warm_s": "warm",
     "again_s": "restarted",
@@ -94,19 +90,29 @@ def _scenarios(results: Results, names: Sequence[str], title: str) -> Table:
     return table
 
 
-def show_restarts(
-    console: Console, rounds: Samples[Round], failures: Sequence[str], title: str
-) -> None:
+def show_restarts(console: Console, results: Results, title: str) -> None:
+    rounds = results.samples[RESTART]
     title = f"{title}: killed after the second turn; first tokens"
-    headings = (*RESTART.values(), "sooner than cold", "× restarted")
+    headings = (*RESTARTS.values(), "sooner than cold", "× restarted")
     table = table_of(title, "server", right=headings)
     for server in rounds:
         found = rounds.medians(server)
-        cells = [_cell(figure, found.get(figure)) for figure in RESTART]
+        cells = [_cell(figure, found.get(figure)) for figure in RESTARTS]
         ratio = None if server == OURS else rounds.ratio("again_s", server)
         table.add_row(server, *cells, _ratio(found.get("sooner")), _ratio(ratio))
     console.print(table)
-    _show_failures(console, failures)
+    _show_failures(console, results.failures)
+
+
+def show_findings(console: Console, found: Findings) -> None:
+    for title, rows in found.tables.items():
+        table = table_of(title, "", "figure", right=("median",))
+        for row, figures in rows.items():
+            for name, figure in figures.items():
+                table.add_row(row, name, quantity(figure.unit, figure.median))
+        console.print(table)
+    for note in found.notes:
+        console.print(note, markup=False)
 
 
 def _show_failures(console: Console, failures: Sequence[str]) -> None:
@@ -164,8 +170,8 @@ def overhead(results: Results) -> dict[str, float]:
     parts = {name: middle(timing.get(name) for timing in results.timings) for name in names}
     warm = results.samples.get("warm", Samples())
     parts["seen by the client"] = warm.medians(OURS).get("first_s")
-    parts["the model's own time"] = middle(pair.own_s for pair in results.pairs)
-    parts["seen less own"] = middle(pair.server_s - pair.own_s for pair in results.pairs)
+    parts["the model's own time"] = middle(pair["own_s"] for pair in results.pairs)
+    parts["seen less own"] = middle(pair["server_s"] - pair["own_s"] for pair in results.pairs)
     return {name: value for name, value in parts.items() if value is not None}
 
 
@@ -186,37 +192,23 @@ def as_json(results: Results, servers: Sequence[Server]) -> dict[str, Any]:
                     for name in names
                     if name != OURS
                 },
-                "samples": _samples_json(taken),
+                "samples": taken,
             }
             for scenario, taken in results.samples.items()
         },
         "overhead": overhead(results),
         "timings": results.timings,
-        "own_time": [asdict(pair) for pair in results.pairs],
+        "own_time": results.pairs,
         "kv_bytes_per_token": results.kv_bytes_per_token,
         "failures": results.failures,
     }
 
 
-def restarts_json(rounds: Samples[Round], failures: Sequence[str]) -> dict[str, Any]:
+def restarts_json(results: Results) -> dict[str, Any]:
+    rounds = results.samples[RESTART]
     return {
         "medians": {server: rounds.medians(server) for server in rounds},
         "ratios": {server: rounds.ratio("again_s", server) for server in rounds if server != OURS},
-        "rounds": _samples_json(rounds),
-        "failures": failures,
-    }
-
-
-def _samples_json(samples: Samples[S]) -> dict[str, list[dict[str, Any]]]:
-    return {name: [asdict(one) for one in taken] for name, taken in samples.items()}
-
-
-def machine() -> dict[str, Any]:
-    return {
-        "platform": platform.platform(),
-        "processor": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "versions": {name: version(name) for name in ("mlx", "mlx-lm")},
-        "preloaded": os.environ.get("LD_PRELOAD", ""),
+        "rounds": rounds,
+        "failures": results.failures,
     }

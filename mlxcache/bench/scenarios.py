@@ -1,4 +1,7 @@
-"""Scenarios: typical requests of a coding agent, each a function that returns an `Outcome`."""
+"""What clients say: filler text, conversations, and scenarios of a coding agent.
+
+A scenario is a function that returns an `Outcome`.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,54 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from mlxcache.bench.client import Client, Reply
-from mlxcache.bench.text import Filler
+from tokenizers import Tokenizer
+
+from mlxcache.bench.client import Reply
+from mlxcache.bench.process import Lives
+
+WORDS = [
+    "the", "file", "path", "tool", "command", "agent", "session", "cache", "prefix",
+    "token", "model", "server", "request", "response", "error", "value", "string",
+    "number", "array", "object", "when", "with", "from", "that", "this", "into", "must",
+    "should", "may", "return", "read", "write", "edit", "search", "run", "test", "build",
+    "check", "result", "output", "input", "user", "system", "message", "history", "state",
+    "memory", "budget", "window", "layer", "thread", "queue", "order", "branch", "commit",
+    "release", "import", "export",
+]  # fmt: skip
+
+
+class Filler:
+    """Generator of text with an exact number of tokens of the model in `folder`.
+
+    Raises OSError or ValueError if its tokenizer.json is missing or cannot be parsed.
+    """
+
+    def __init__(self, folder: Path):
+        self._tokenizer = Tokenizer.from_str(
+            (folder / "tokenizer.json").read_text(encoding="utf-8")
+        )
+
+    def text(self, tokens: int, seed: str) -> str:
+        """Return text of exactly `tokens` tokens.
+
+        Texts of different seeds differ within their first few tokens.
+        """
+        rng = random.Random(seed)
+        out = [f"{rng.getrandbits(32):08x}:"]
+        while True:
+            out += [self._sentence(rng) for _ in range(tokens // 16 + 1)]
+            text = "\n".join(out)
+            encoding = self._tokenizer.encode(text, add_special_tokens=False)
+            if len(encoding) >= tokens:
+                return text[: encoding.offsets[tokens - 1][1]]
+
+    def _sentence(self, rng: random.Random) -> str:
+        words = [rng.choice(WORDS) for _ in range(rng.randrange(6, 18))]
+        return " ".join([words[0].capitalize(), *words[1:]]) + "."
+
 
 TURN_TOKENS = 34
 """Tokens of a message. With the end of the reply and the template, a turn has about 50 new ones."""
@@ -30,19 +77,21 @@ CROWD = tuple(f"crowd{number}" for number in range(8))
 class Conversation:
     """Conversation as a client keeps it: each turn sends all messages, with unchanged replies."""
 
-    client: Client
+    server: Lives
     max_tokens: int
     messages: list[dict[str, Any]]
-
-    def reconnect(self, client: Client) -> None:
-        self.client = client
 
     def ask(self, text: str) -> Reply:
         """Send `text` as the next user message and append the reply. Blocks. Raises Refused."""
         self.messages.append({"role": "user", "content": text})
-        reply = self.client.chat(self.messages, self.max_tokens)
+        reply = self.server.client.chat(self.messages, self.max_tokens)
         self.messages.append({"role": "assistant", "content": reply.text})
         return reply
+
+    def ask_instead(self, at: int, text: str) -> Reply:
+        """Send `text` in place of the messages from `at` on, which stay in the conversation."""
+        said = {"role": "user", "content": text}
+        return self.server.client.chat([*self.messages[:at], said], self.max_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +116,7 @@ class Visit:
     - Eight conversations whose names begin with `crowd` run at once, each an eighth as long.
     """
 
-    client: Client
+    server: Lives
     filler: Filler
     tokens: int
     reply_tokens: int
@@ -76,22 +125,27 @@ class Visit:
     has_branched: bool = False
     said: int = 0
 
+    def prepare(self, name: str) -> str:
+        """Create the conversation `name` and return its first message, without sending it."""
+        system, first = self._parts(name)
+        messages = [{"role": "system", "content": system}]
+        self.talks[name] = Conversation(self.server, self.reply_tokens, messages)
+        return first
+
     def open(self, name: str) -> Reply:
         """Create the conversation `name`, which must not exist yet, and run its first turn."""
         first = self.prepare(name)
         return self.talks[name].ask(first)
 
-    def prepare(self, name: str) -> str:
-        """Create the conversation `name` and return its first message, without sending it."""
-        system, first = self._parts(name)
-        messages = [{"role": "system", "content": system}]
-        self.talks[name] = Conversation(self.client, self.reply_tokens, messages)
-        return first
-
     def talk(self, name: str) -> Conversation:
         if name not in self.talks:
-            self.open(name)
+            begin = grown if name == "grown" else partial(Visit.open, name=name)
+            begin(self)
         return self.talks[name]
+
+    def go_on(self, name: str) -> Reply:
+        """Run the next turn of the conversation `name`."""
+        return self.talk(name).ask(self.words())
 
     def words(self, tokens: int = TURN_TOKENS) -> str:
         """Return a new message of `tokens` tokens, different from all others of this repetition."""
@@ -102,11 +156,6 @@ class Visit:
     def grown_turn_tokens(self) -> int:
         return round(self.tokens * GROWN_SHARE)
 
-    def grown(self) -> Conversation:
-        if "grown" not in self.talks:
-            grown(self)
-        return self.talks["grown"]
-
     def _parts(self, name: str) -> tuple[str, str]:
         system = round(self.tokens * SYSTEM_SHARE)
         first = self.tokens - system
@@ -116,12 +165,11 @@ class Visit:
             body = self._text("billed system", system)
             return f"{self.attribution()}\n{body}", self._text("billed first", first)
         if name == "grown":
-            turn = self.grown_turn_tokens
-            rest = self.tokens - GROWN_TURNS * turn
-            return self._text("grown system", rest), self._text("grown first", turn)
-        if name.startswith("crowd"):
+            first = self.grown_turn_tokens
+            system = self.tokens - GROWN_TURNS * first
+        elif name.startswith("crowd"):
             share = max(64, self.tokens // len(CROWD))
-            return self._text(f"{name} system", share // 2), self._text(name, share - share // 2)
+            system, first = share // 2, share - share // 2
         return self._text(f"{name} system", system), self._text(f"{name} first", first)
 
     def _text(self, what: str, tokens: int) -> str:
@@ -162,18 +210,18 @@ def at_once(asks: Sequence[Callable[[], Reply]]) -> Outcome:
     return Outcome(replies, time.perf_counter() - began)
 
 
-def _one(reply: Reply) -> Outcome:
-    return Outcome([reply], reply.total_s)
+def _outcome(*replies: Reply) -> Outcome:
+    return Outcome(replies, sum(reply.total_s for reply in replies))
 
 
 def cold(visit: Visit) -> Outcome:
     """Measure the first turn of `main`, which must be new."""
-    return _one(visit.open("main"))
+    return _outcome(visit.open("main"))
 
 
 def warm(visit: Visit) -> Outcome:
     """Measure the next turn of `main`, with about 50 new tokens."""
-    return _one(visit.talk("main").ask(visit.words()))
+    return _outcome(visit.go_on("main"))
 
 
 def edited(visit: Visit) -> Outcome:
@@ -181,30 +229,27 @@ def edited(visit: Visit) -> Outcome:
     talk = visit.talk("revised")
     if len(talk.messages) < 5:
         talk.ask(visit.words())
-    before = [*talk.messages[:-2], {"role": "user", "content": visit.words()}]
-    return _one(visit.client.chat(before, visit.reply_tokens))
+    return _outcome(talk.ask_instead(-2, visit.words()))
 
 
 def second(visit: Visit) -> Outcome:
     """Measure the first turn of `other`, whose system prompt, that of `main`, is cached."""
     visit.talk("main")
-    return _one(visit.open("other"))
+    return _outcome(visit.open("other"))
 
 
 def in_turn(visit: Visit) -> Outcome:
     """Measure two turns each of `main` and `other`, alternating."""
     talks = [visit.talk("main"), visit.talk("other")] * 2
-    replies = [talk.ask(visit.words()) for talk in talks]
-    return Outcome(replies, sum(reply.total_s for reply in replies))
+    return _outcome(*[talk.ask(visit.words()) for talk in talks])
 
 
 def attribution(visit: Visit) -> Outcome:
     """Measure the next turn of `billed`, whose system prompt has a new first line."""
     talk = visit.talk("billed")
-    system = talk.messages[0]["content"]
-    body = system.partition("\n")[2]
+    body = talk.messages[0]["content"].partition("\n")[2]
     talk.messages[0] = {"role": "system", "content": f"{visit.attribution()}\n{body}"}
-    return _one(talk.ask(visit.words()))
+    return _outcome(talk.ask(visit.words()))
 
 
 def concurrent(visit: Visit) -> Outcome:
@@ -221,50 +266,50 @@ def concurrent_warm(visit: Visit) -> Outcome:
 
 def grown(visit: Visit) -> Outcome:
     """Measure all six turns of `grown`; the figures are averages over them."""
-    replies = [visit.open("grown")]
-    talk = visit.talks["grown"]
-    replies += [talk.ask(visit.words(visit.grown_turn_tokens)) for _ in range(GROWN_TURNS - 1)]
-    return Outcome(replies, sum(reply.total_s for reply in replies))
+    first = visit.open("grown")
+    talk, more = visit.talks["grown"], range(GROWN_TURNS - 1)
+    return _outcome(first, *[talk.ask(visit.words(visit.grown_turn_tokens)) for _ in more])
 
 
 def last_edited(visit: Visit) -> Outcome:
     """Measure the last turn of `grown`, sent again with another user message."""
-    before = visit.grown().messages[:-2]
-    said = {"role": "user", "content": visit.words(visit.grown_turn_tokens)}
-    return _one(visit.client.chat([*before, said], visit.reply_tokens))
+    talk = visit.talk("grown")
+    return _outcome(talk.ask_instead(-2, visit.words(visit.grown_turn_tokens)))
 
 
 def regenerated(visit: Visit) -> Outcome:
     """Measure a second reply to the last prompt of `grown`."""
-    return _one(visit.client.chat(visit.grown().messages[:-1], visit.reply_tokens))
+    talk = visit.talk("grown")
+    return _outcome(talk.ask_instead(-2, talk.messages[-2]["content"]))
 
 
 def branched(visit: Visit) -> Outcome:
     """Measure a turn that leaves `grown` in the middle of its third user message."""
-    return _branch(visit)
+    visit.has_branched = True
+    talk = visit.talk("grown")
+    at = 2 * BRANCH_TURN - 1  # after the system prompt, and two messages for each turn before
+    lines = talk.messages[at]["content"].splitlines()
+    kept = "\n".join(lines[: max(1, len(lines) // 2)])
+    return _outcome(talk.ask_instead(at, f"{kept}\n{visit.words(visit.grown_turn_tokens // 2)}"))
 
 
 def branched_again(visit: Visit) -> Outcome:
     """Measure a second turn that leaves `grown` at the same place as `branched`."""
     if not visit.has_branched:
-        _branch(visit)
-    return _branch(visit)
-
-
-def _branch(visit: Visit) -> Outcome:
-    visit.has_branched = True
-    messages = visit.grown().messages
-    at = 2 * BRANCH_TURN - 1  # after the system prompt, and two messages for each turn before
-    lines = messages[at]["content"].splitlines()
-    kept = "\n".join(lines[: max(1, len(lines) // 2)])
-    text = f"{kept}\n{visit.words(visit.grown_turn_tokens // 2)}"
-    said = {"role": "user", "content": text}
-    return _one(visit.client.chat([*messages[:at], said], visit.reply_tokens))
+        branched(visit)
+    return branched(visit)
 
 
 def returned(visit: Visit) -> Outcome:
     """Measure the next turn of `grown`, after turns that branched off from it."""
-    return _one(visit.grown().ask(visit.words()))
+    return _outcome(visit.go_on("grown"))
+
+
+def restart(visit: Visit) -> Outcome:
+    """Measure the first two turns of `main`, and the third after kill -9 and a new start."""
+    before = visit.open("main"), visit.go_on("main")
+    visit.server.kill()
+    return _outcome(*before, visit.go_on("main"))
 
 
 Scenario = Callable[[Visit], Outcome]

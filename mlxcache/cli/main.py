@@ -87,7 +87,7 @@ COMMANDS = {
         "Measure latency, speed and memory of this server and others on the same model, in turn.",
     ),
     "prove": Lazy(
-        "mlxcache.bench.prove.command:prove",
+        "mlxcache.bench.prove:prove",
         "Measure mlxcache and mlx-lm on this machine, and write one report that can be published.",
     ),
 }

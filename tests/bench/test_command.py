@@ -12,8 +12,8 @@ import typer
 from typer.testing import CliRunner
 
 from mlxcache.bench import command
-from mlxcache.bench.checks import Check
 from mlxcache.bench.command import Bench
+from mlxcache.bench.findings import Check
 from mlxcache.config.models import DEMO_ID
 from tests.bench.test_process import FAKE
 from tests.proofs.models import light

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 from pathlib import Path
 
 import pytest
 
 from mlxcache.bench import disk
+from mlxcache.bench.context import Scale
 from mlxcache.bench.disk import (
     BY_MSYNC,
     CACHED_BYTES_S,
+    DISK,
     drop,
+    note_restored,
     read,
-    restore_figures,
     restore_speed,
-    write_beside,
+    write_behind,
 )
+from mlxcache.bench.findings import Findings, NotApplicable
+from mlxcache.bench.within import Scenario
 from tests.proofs.models import light, recurrent
 
 TOTAL = 12_000_000
@@ -36,8 +42,6 @@ def test_a_file_is_forgotten_and_read_as_a_whole(
         file.write_bytes(b"x" * 9_000_000)
     assert read(files) == 18_000_000
     monkeypatch.setattr(disk, "EVERYTHING", tmp_path / "absent" / "drop_caches")
-    import os
-
     if hasattr(os, "posix_fadvise"):
         assert drop(files) == "posix_fadvise"
         monkeypatch.delattr(os, "posix_fadvise")
@@ -58,23 +62,43 @@ def test_on_a_mac_files_are_invalidated_and_unchanged(
 
 
 def test_a_speed_of_the_page_cache_is_no_bound_on_the_disk() -> None:
-    """Where the pages were to be dropped by msync, and were not."""
-    nbytes = int(2 * CACHED_BYTES_S)
-    assert restore_figures(nbytes, 1, [1.0], [2.0], BY_MSYNC).checks == []
-    (check,) = restore_figures(nbytes, 1, [4.0], [5.0], BY_MSYNC).checks
+    """Where the pages were to be dropped by msync, and were not; nor is that of a quick run."""
+
+    def noted(plain: float, how: str | None, *, quick: bool = False) -> Findings:
+        found = Findings("restore_speed", "m")
+        nbytes = int(2 * CACHED_BYTES_S)
+        note_restored(found, [nbytes], [(plain, 1.25 * plain)], how, quick=quick)
+        return found
+
+    assert len(noted(1.0, BY_MSYNC).unchecked) == len(noted(4.0, "x", quick=True).unchecked) == 1
+    found = noted(4.0, BY_MSYNC)
+    (check,) = found.checks
     assert (check.measured, check.ok) == (0.8, True)
+    assert found.notes == ["page cache dropped by msync"]
+    units = {name: figure.unit for name, figure in found.tables[DISK]["restore_speed"].items()}
+    assert units == {
+        "size": "bytes", "files": "", "plain": "bytes/s", "restored": "bytes/s", "ratio": "",
+        "plain, time": "s", "restored, time": "s",
+    }  # fmt: skip
+
+
+def play(scenario: Scenario, model: Path, folder: Path, runs: int) -> Findings:
+    found = Findings(scenario.__name__, "m")
+    asyncio.run(scenario(model, folder, Scale(runs=runs, disk_bytes=TOTAL), found))
+    return found
 
 
 def test_restoring_is_timed_beside_reading(model: Path, tmp_path: Path) -> None:
     """Each time all of it comes from disk, and both took time; the bound is on their ratio."""
-    held = restore_speed(model, tmp_path, 2, lambda _: None, TOTAL)
-    figures = held.figures
-    assert figures["bytes"] > TOTAL
-    assert len(figures["plain_s"]) == len(figures["restored_s"]) == 2
-    assert min(figures["plain_s"] + figures["restored_s"]) > 0
-    assert figures["page_cache"].startswith(("dropped by", "not dropped"))
-    for check in held.checks:
-        assert check.measured == figures["ratio"] > 0
+    found = play(restore_speed, model, tmp_path, 2)
+    row = found.tables[DISK]["restore_speed"]
+    assert row["size"].median > TOTAL
+    times = row["plain, time"].samples + row["restored, time"].samples
+    assert len(times) == 4
+    assert min(times) > 0
+    measured = [one.measured for one in found.checks] + [one.measured for one in found.unchecked]
+    assert measured == [row["ratio"].median]
+    assert measured > [0]
 
 
 @pytest.mark.slow
@@ -92,24 +116,25 @@ def test_restoring_that_skips_a_file_is_an_error(
 
     monkeypatch.setattr(disk, "drop", damaging)
     with pytest.raises(ValueError, match="on disk were restored"):
-        restore_speed(model, tmp_path, 1, lambda _: None, TOTAL)
+        play(restore_speed, model, tmp_path, 1)
 
 
 @pytest.mark.slow
 def test_a_reply_is_timed_beside_both_writers(model: Path, tmp_path: Path) -> None:
     """As many bytes each, in files of the same sizes, and nothing of the plain ones is left."""
-    held = write_beside(model, tmp_path, 2, lambda _: None, TOTAL)
-    figures = held.figures
-    assert figures["bytes"] > TOTAL
-    assert len(figures["store"]) == len(figures["plain"]) == 2
-    assert min(figures["store"] + figures["plain"]) >= 0
-    assert figures["alone_tokens_s"] > 0
-    assert [check.least for check in held.checks] == [True]
+    found = play(write_behind, model, tmp_path, 2)
+    row = found.tables[DISK]["write_behind"]
+    assert row["size"].median > TOTAL
+    paces = row["beside store"].samples + row["beside plain"].samples
+    assert len(paces) == 4
+    assert min(paces) >= 0
+    assert row["alone"].median > 0
+    assert [check.least for check in found.checks] == [True]
     assert list((tmp_path / "plain").iterdir()) == []
 
 
 def test_a_model_whose_kv_is_not_all_is_refused(tmp_path: Path) -> None:
     """Random KV without the states between would restore to nothing."""
     model = recurrent(tmp_path / "model")
-    with pytest.raises(ValueError, match="more than KV"):
-        restore_speed(model, tmp_path / "cache", 1, lambda _: None, TOTAL)
+    with pytest.raises(NotApplicable, match="more than KV"):
+        play(restore_speed, model, tmp_path / "cache", 1)

@@ -8,16 +8,15 @@ from typing import Any
 import pytest
 
 from mlxcache.bench import measure as module
-from mlxcache.bench.checks import Check
 from mlxcache.bench.client import Refused, Reply
+from mlxcache.bench.findings import Check
 from mlxcache.bench.measure import (
-    Pair,
+    Figures,
     Plan,
     Results,
-    Sample,
     Samples,
+    figures_of,
     measure,
-    sample,
     speed_checks,
 )
 from mlxcache.bench.process import OURS, THEIRS
@@ -65,30 +64,30 @@ def plan(runs: int, keep: bool = False) -> Plan:
 
 def test_servers_play_the_same_scenario_in_turn_and_take_turns_at_being_first() -> None:
     """A B, A B, then B A, B A."""
-    measure(plan(2), [Named("a"), Named("b")], None)  # type: ignore[list-item]
+    measure(plan(2), [Named("a"), Named("b")])  # type: ignore[list-item]
     assert [server for _, server in LOG] == ["a", "b", "a", "b", "b", "a", "b", "a"]
     assert [name for name, _ in LOG] == ["cold", "cold", "in_turn", "in_turn"] * 2
 
 
 def test_what_begins_a_conversation_is_played_once_where_they_are_kept() -> None:
     """The first repetition plays all."""
-    measure(plan(3, keep=True), [Named("a")], None)  # type: ignore[list-item]
+    measure(plan(3, keep=True), [Named("a")])  # type: ignore[list-item]
     assert [name for name, _ in LOG] == ["cold", "in_turn", "in_turn", "in_turn"]
 
 
 def test_a_server_that_fails_is_left_out_from_then_on() -> None:
     """The others go on, and the failure is told."""
-    results = measure(plan(2), [Named(OURS), Named("b", fails=True)], None)  # type: ignore[list-item]
+    results = measure(plan(2), [Named(OURS), Named("b", fails=True)])  # type: ignore[list-item]
     assert LOG.count(("cold", "b")) == 1
     assert [len(taken) for taken in results.samples["cold"].values()] == [2, 0]
     assert results.failures[0] == "b, cold: 500: no"
     assert next(speed_checks(results, [])).ok
-    mine = measure(plan(1), [Named(OURS, fails=True)], None)  # type: ignore[list-item]
+    mine = measure(plan(1), [Named(OURS, fails=True)])  # type: ignore[list-item]
     assert not next(speed_checks(mine, [])).ok
 
 
-def sampled(first_s: float, throughput: float = 1.0) -> Sample:
-    return Sample(first_s, 2.0, None, throughput, 10, None, 4)
+def sampled(first_s: float, throughput: float = 1.0) -> Figures:
+    return {"first_s": first_s, "throughput": throughput, "rate": None, "cached_tokens": None}
 
 
 def results(mine: float, theirs: float, own: float = 1.0) -> Results:
@@ -98,7 +97,7 @@ def results(mine: float, theirs: float, own: float = 1.0) -> Results:
         THEIRS: [sampled(theirs, 2.0), sampled(10 * theirs, 0.2), sampled(1e-9, 2.0)],
     })  # fmt: skip
     names = ("cold", "warm", "concurrent")
-    return Results({name: both for name in names}, pairs=[Pair(mine, own, 100, 50)])
+    return Results({name: both for name in names}, pairs=[{"server_s": mine, "own_s": own}])
 
 
 def test_a_machine_that_changes_its_pace_changes_no_ratio() -> None:
@@ -138,5 +137,5 @@ def test_fed_is_what_of_the_prompt_was_not_cached() -> None:
     def reply(cached: int | None) -> Reply:
         return Reply("", 0.1, 0.2, 0.2, 100, cached, 4, None)
 
-    assert sample(Outcome([reply(90), reply(70)], 1.0)).fed_tokens == 20
-    assert sample(Outcome([reply(90), reply(None)], 1.0)).fed_tokens is None
+    assert figures_of(Outcome([reply(90), reply(70)], 1.0))["fed_tokens"] == 20
+    assert figures_of(Outcome([reply(90), reply(None)], 1.0))["fed_tokens"] is None

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from mlxcache.bench import process
 from mlxcache.bench.client import Client
-from mlxcache.bench.measure import Plan, Round, Samples, measure_restarts, restart_checks
+from mlxcache.bench.findings import Check
+from mlxcache.bench.measure import (
+    RESTART,
+    Figures,
+    Plan,
+    Results,
+    Samples,
+    measure,
+    restart_checks,
+)
 from mlxcache.bench.process import OURS, THEIRS, Lives, NotStarted
 from mlxcache.bench.report import restarts_json
 from mlxcache.bench.scenarios import Visit
@@ -24,9 +32,7 @@ from tests.proofs.models import for_speed, recurrent
 @pytest.fixture
 def lives(tmp_path: Path) -> Iterator[Lives]:
     """A fake server with a child process, begun when it is first asked for."""
-    with ExitStack() as stack:
-        one = Lives(fake("child"), tmp_path, tmp_path, 20)
-        stack.callback(one.end)
+    with Lives(fake("child"), tmp_path, tmp_path, 20) as one:
         yield one
 
 
@@ -61,9 +67,9 @@ def test_a_round_is_two_turns_a_kill_and_a_third(lives: Lives) -> None:
     """The third one goes to the next server, and a server that fails is left out and told."""
     clients: list[Client] = []
 
-    def visit(client: Client, run: int) -> Visit:
-        clients.append(client)
-        return Visit(client, Words(), 800, 4, f"{run}")  # type: ignore[arg-type]
+    def visit(server: Lives, run: int) -> Visit:
+        clients.append(server.client)
+        return Visit(server, Words(), 800, 4, f"{run}")  # type: ignore[arg-type]
 
     class Broken:
         name = "broken"
@@ -72,38 +78,42 @@ def test_a_round_is_two_turns_a_kill_and_a_third(lives: Lives) -> None:
         def client(self) -> Client:
             raise NotStarted("no such flag")
 
-    plan = Plan(["restart"], 2, visit, lambda _: None)
-    rounds, failures = measure_restarts(plan, [lives, Broken()])  # type: ignore[list-item]
-    assert [one.cached_tokens for one in rounds["fake"]] == [5, 5]
-    assert [one.lost_tokens for one in rounds["fake"]] == [4, 4]  # 7 + 3 - 1 - 5
+    plan = Plan([RESTART], 2, visit, lambda _: None)
+    results = measure(plan, [lives, Broken()])  # type: ignore[list-item]
+    rounds = results.samples[RESTART]
+    assert [one["cached_tokens"] for one in rounds["fake"]] == [5, 5]
+    assert [one["lost_tokens"] for one in rounds["fake"]] == [4, 4]  # 7 + 3 - 1 - 5
     assert rounds["broken"] == []
-    assert failures == ["broken, restart: no such flag"]
+    assert results.failures == ["broken, restart: no such flag"]
     # the second round begins at the server that the first one ended with
     assert len({client.port for client in clients}) == 2
     assert clients[1].port != lives.server.client.port
 
 
-def one_round(cold_s: float, again_s: float, lost: int | None = 0) -> Round:
-    return Round(cold_s, 0.1, again_s, 1000, 900, 890, lost, cold_s / again_s)
+def one_round(cold_s: float, again_s: float, lost: int | None = 0) -> Figures:
+    times = {"cold_s": cold_s, "again_s": again_s, "sooner": cold_s / again_s}
+    return times | {"lost_tokens": lost}
+
+
+def checks(*rounds: Figures, failures: Sequence[str] = ()) -> list[Check]:
+    results = Results({RESTART: Samples({OURS: list(rounds)})}, list(failures))
+    return list(restart_checks(results))
 
 
 def test_the_bound_holds_where_cold_takes_long() -> None:
     """A short cold turn is measured and not held to anything."""
-    short = Samples({OURS: [one_round(2.0, 1.0)]})
-    assert [check.ok for check in restart_checks(short, [])] == [True, True]
-    slow = Samples({OURS: [one_round(12.0, 1.0), one_round(12.0, 1.0), one_round(12.0, 0.01)]})
-    assert [check.ok for check in restart_checks(slow, [])] == [True, True, False]
-    fast = Samples({OURS: [one_round(12.0, 0.5)]})
-    assert [check.ok for check in restart_checks(fast, [])] == [True, True, True]
+    assert [check.ok for check in checks(one_round(2.0, 1.0))] == [True, True]
+    slow = one_round(12.0, 1.0), one_round(12.0, 1.0), one_round(12.0, 0.01)
+    assert [check.ok for check in checks(*slow)] == [True, True, False]
+    assert [check.ok for check in checks(one_round(12.0, 0.5))] == [True, True, True]
 
 
 def test_lost_tokens_and_failures_break_their_bounds() -> None:
     """One round that lost a token is enough, and so is a server of ours that did not start."""
-    lost = Samples({OURS: [one_round(2.0, 1.0, -3), one_round(2.0, 1.0, 1)]})
-    assert [check.ok for check in restart_checks(lost, [])] == [True, False]
-    none: Samples[Round] = Samples({OURS: []})
+    lost = one_round(2.0, 1.0, -3), one_round(2.0, 1.0, 1)
+    assert [check.ok for check in checks(*lost)] == [True, False]
     failures = [f"{OURS}, restart: no", f"{THEIRS}, restart: no"]
-    assert [check.measured for check in restart_checks(none, failures)] == [1, 0]
+    assert [check.measured for check in checks(failures=failures)] == [1, 0]
 
 
 def test_servers_are_compared_within_a_round() -> None:
@@ -115,7 +125,8 @@ def test_servers_are_compared_within_a_round() -> None:
     assert rounds.ratio("again_s", THEIRS) == pytest.approx(0.2)
     assert rounds.medians(OURS)["sooner"] == pytest.approx(10.0)
     assert rounds.medians(THEIRS)["lost_tokens"] == 0
-    assert restarts_json(rounds, [])["ratios"] == {THEIRS: pytest.approx(0.2)}
+    found = restarts_json(Results({RESTART: rounds}))
+    assert found["ratios"] == {THEIRS: pytest.approx(0.2)}
 
 
 @pytest.mark.slow

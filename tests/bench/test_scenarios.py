@@ -5,12 +5,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
 from mlxcache.bench.client import Reply
-from mlxcache.bench.scenarios import AGAIN, CROWD, PARTING, SCENARIOS, Visit
+from mlxcache.bench.scenarios import AGAIN, CROWD, PARTING, SCENARIOS, Filler, Visit
+from tests.toys.tokenizer import toy_tokenizer
 
 Said = list[tuple[str, str]]
 
@@ -20,6 +23,10 @@ class Memo:
     """Answers everything with its own number, and keeps what it was sent."""
 
     sent: list[Said] = field(default_factory=list)
+
+    @property
+    def client(self) -> Memo:
+        return self
 
     def chat(self, messages: Sequence[Mapping[str, Any]], max_tokens: int) -> Reply:
         self.sent.append([(m["role"], m["content"]) for m in messages])
@@ -162,3 +169,15 @@ def test_a_second_branch_alone_has_a_first_one_before_it(visit: Visit, memo: Mem
     """So that its figure is the second's, whatever else is played."""
     SCENARIOS["branched_again"](visit)
     assert len(memo.sent) == 8
+
+
+def test_text_has_the_tokens_asked_for_and_follows_from_its_seed(tmp_path: Path) -> None:
+    """The same seed gives the same text, another one parts from it within a few tokens."""
+    (tmp_path / "tokenizer.json").write_text(toy_tokenizer(512, False), encoding="utf-8")
+    filler, tokenizer = Filler(tmp_path), Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    for tokens in (1, 34, 500):
+        text = filler.text(tokens, "one")
+        assert len(tokenizer.encode(text, add_special_tokens=False)) == tokens
+        assert text == Filler(tmp_path).text(tokens, "one")
+    one, two = (tokenizer.encode(filler.text(64, seed)).ids for seed in ("one", "two"))
+    assert one[:8] != two[:8]

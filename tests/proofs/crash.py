@@ -13,6 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,7 +22,7 @@ import typer
 
 from mlxcache.bench.client import Client, Refused
 from mlxcache.bench.process import Lives, NotStarted, ours
-from mlxcache.bench.text import Filler
+from mlxcache.bench.scenarios import Filler
 from mlxcache.errors import NotFound, StoreError
 from mlxcache.store.sessions import Sessions
 from mlxcache.store.store import Store
@@ -180,8 +181,8 @@ class Proof:
     def run(self, families: Sequence[str], deadline: float) -> None:
         """Kill servers `kills` times, or until `deadline`. Raises Refused, NotStarted."""
         store = self.folder / "cache" / "store"
-        servers = {family: self._server(family) for family in families}
-        try:
+        with ExitStack() as stack:
+            servers = {family: self._server(family, stack) for family in families}
             for kill in range(self.kills):
                 if time.monotonic() > deadline:
                     break
@@ -189,7 +190,8 @@ class Proof:
                 lives, talkers = servers[family]
                 # either the next server or `look` repairs the store first, at random
                 if self.rng.random() < STARTING:
-                    self._start(lives)
+                    lives.kill_starting(self.rng.uniform(0.0, START_KILL_S))
+                    self.done["while starting"] += 1
                 self.wrong += told(lives.server.client, self.seen)
                 under_load(lives, talkers, self.seen, self.rng.uniform(0.0, LATEST_S))
                 self.done[family] += 1
@@ -197,15 +199,12 @@ class Proof:
                     self.wrong += look(store, self.seen)
                     self.done["looks"] += 1
                 self._tell(kill)
-        finally:
-            for lives, _ in servers.values():
-                lives.end()
 
-    def _server(self, family: str) -> tuple[Lives, list[Talker]]:
+    def _server(self, family: str, stack: ExitStack) -> tuple[Lives, list[Talker]]:
         model = models.tiny(self.folder / family, family)
         filler = Filler(model)
         launch = ours(self.folder / "cache", "--disk", LIMIT, "--ram", "1GB")
-        lives = Lives(launch, model, self.folder, START_S)
+        lives = stack.enter_context(Lives(launch, model, self.folder, START_S))
         return lives, [Talker(filler, f"{family} {number}") for number in range(TALKERS)]
 
     def _tell(self, kill: int) -> None:
@@ -218,10 +217,6 @@ class Proof:
             self.say(f"  {sentence}")
         self._said = len(self.wrong)
 
-    def _start(self, lives: Lives) -> None:
-        lives.kill_starting(self.rng.uniform(0.0, START_KILL_S))
-        self.done["while starting"] += 1
-
 
 Kills = Annotated[int, typer.Option(min=1, help="Number of kills.")]
 Families = Annotated[
@@ -230,6 +225,16 @@ Families = Annotated[
 ]
 Minutes = Annotated[float, typer.Option(help="Time in minutes after which no kill begins.")]
 Seed = Annotated[int | None, typer.Option(help="Seed of the random moments; default: a new one.")]
+
+
+def conclude(folder: Path, wrong: Sequence[str], summary: str, *, shown: bool) -> None:
+    """Print the verdict. Exit with 1 on a violation, or if nothing was `shown`; keep the files."""
+    print(summary)
+    print("\n".join(wrong) or "no violation")
+    if wrong or not shown:
+        print(f"files kept for inspection: {folder}")
+        sys.exit(1)
+    shutil.rmtree(folder)
 
 
 def crash(
@@ -243,12 +248,8 @@ def crash(
         proof.run(family or FAMILIES, time.monotonic() + 60 * minutes)
     except (NotStarted, Refused) as error:
         proof.wrong.append(f"a server failed: {error}")
-    print(f"seed {seed}: {dict(proof.done)}, {proof.seen.turns} turns answered")
-    print("\n".join(proof.wrong) or "no violation")
-    if proof.wrong or not proof.seen.durable:
-        print(f"files kept for inspection: {folder}")
-        sys.exit(1)
-    shutil.rmtree(folder)
+    summary = f"seed {seed}: {dict(proof.done)}, {proof.seen.turns} turns answered"
+    conclude(folder, proof.wrong, summary, shown=bool(proof.seen.durable))
 
 
 if __name__ == "__main__":

@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from mlxcache.bench.checks import Check, Measured, middle
+from mlxcache.bench.context import Scale
+from mlxcache.bench.findings import Findings
 from mlxcache.bench.inside import Inside, drained, running_inside
 from mlxcache.types import Job, OutputFormat, Prompt
 
+TITLE = "Replies that follow a schema"
 LEAST = 0.85
 """Least tokens per second with a schema, by those without."""
 
@@ -45,31 +48,30 @@ FORMATS = tuple(
 _numbers = count()
 
 
-def guided(model: Path, folder: Path, runs: int, on_step: Callable[[str], None]) -> Measured:
-    """Decode short replies with and without a schema, in turn, PAIRS times in each of `runs`.
+async def guided(model: Path, folder: Path, scale: Scale, found: Findings) -> None:
+    """Decode short replies with and without a schema, in turn, PAIRS times in each repetition.
 
     Greedy; a grammar is compiled before it is timed. Raises ValueError, MlxcacheError, OSError.
     """
-    return asyncio.run(_play(model, folder, runs, on_step))
-
-
-async def _play(model: Path, folder: Path, runs: int, on_step: Callable[[str], None]) -> Measured:
     async with running_inside(model, folder, RAM) as inside:
-        on_step("the grammars are compiled")
         began = time.perf_counter()
         await _pace(inside, FORMATS[:1])
         first_s = time.perf_counter() - began
         await _pace(inside, FORMATS)
-        paces: dict[str, list[float]] = {}
-        for run in range(PAIRS * runs):
+        found.add(TITLE, "one", "first reply", "s", first_s)
+        for run in range(PAIRS * scale.runs):
             for rows in (1, len(FORMATS)):
                 free: Sequence[OutputFormat | None] = [None] * rows
                 forms = (free, FORMATS[:rows])
                 for form in forms if run % 2 else forms[::-1]:
-                    name = f"{'free' if form is free else 'guided'}_{rows}_tokens_s"
-                    on_step(f"{run + 1}/{PAIRS * runs} {name}")
-                    paces.setdefault(name, []).append(await _pace(inside, form))
-    return _held(paces, first_s)
+                    name = "free" if form is free else "guided"
+                    pace = await _pace(inside, form)
+                    found.add(TITLE, f"{rows} at once", name, "tokens/s", pace)
+    for rows in (1, len(FORMATS)):
+        figures = found.tables[TITLE][f"{rows} at once"]
+        pairs = zip(figures["guided"].samples, figures["free"].samples, strict=True)
+        name = f"tokens/s of {rows} with a schema, by those without"
+        found.hold(name, median(a / b for a, b in pairs), LEAST, least=True)
 
 
 async def _pace(inside: Inside, forms: Sequence[OutputFormat | None]) -> float:
@@ -95,17 +97,3 @@ async def _pace(inside: Inside, forms: Sequence[OutputFormat | None]) -> float:
     if drawn < len(forms) * (REPLY_TOKENS - 1):
         raise ValueError("a reply ended before its time")
     return drawn / max(record.timing["decode_s"] for record in records)
-
-
-def _held(paces: dict[str, list[float]], first_s: float) -> Measured:
-    figures: dict[str, Any] = {name: middle(values) for name, values in paces.items()}
-    figures["first_reply_s"] = first_s
-    checks = []
-    for rows in (1, len(FORMATS)):
-        free, ours = paces[f"free_{rows}_tokens_s"], paces[f"guided_{rows}_tokens_s"]
-        share = middle(a / b for a, b in zip(ours, free, strict=True))
-        assert share is not None
-        figures[f"share_{rows}"] = share
-        name = f"tokens/s of {rows} with a schema, by those without"
-        checks.append(Check(name, share, LEAST, least=True))
-    return Measured(figures | {f"{name}_each": values for name, values in paces.items()}, checks)

@@ -67,20 +67,18 @@ def can_cut() -> bool:
 @contextmanager
 def link() -> Iterator[None]:
     """A link to a network namespace; `cut` it with `ip link set ... down`."""
-    _ip("netns", "del", NAMESPACE, check=False)
-    _ip("link", "del", OUTSIDE, check=False)
-    _ip("netns", "add", NAMESPACE)
+    _remove([OUTSIDE], [NAMESPACE])
+    _ip(f"netns add {NAMESPACE}")
     try:
-        _ip("link", "add", OUTSIDE, "type", "veth", "peer", "name", INSIDE, "netns", NAMESPACE)
-        _ip("addr", "add", f"{OUTER}/30", "dev", OUTSIDE)
-        _ip("link", "set", OUTSIDE, "up")
-        _ip("-n", NAMESPACE, "addr", "add", f"{INNER}/30", "dev", INSIDE)
-        _ip("-n", NAMESPACE, "link", "set", INSIDE, "up")
-        _ip("-n", NAMESPACE, "link", "set", "lo", "up")
+        _ip(f"link add {OUTSIDE} type veth peer name {INSIDE} netns {NAMESPACE}")
+        _ip(f"addr add {OUTER}/30 dev {OUTSIDE}")
+        _ip(f"link set {OUTSIDE} up")
+        _ip(f"-n {NAMESPACE} addr add {INNER}/30 dev {INSIDE}")
+        _ip(f"-n {NAMESPACE} link set {INSIDE} up")
+        _ip(f"-n {NAMESPACE} link set lo up")
         yield
     finally:
-        _ip("link", "del", OUTSIDE, check=False)
-        _ip("netns", "del", NAMESPACE, check=False)
+        _remove([OUTSIDE], [NAMESPACE])
 
 
 @contextmanager
@@ -89,53 +87,41 @@ def triangle() -> Iterator[None]:
 
     Rank 0 has 10.213.77.1. Rank 2 is known to the others by its address on the link to rank 1.
     """
-    _remove_triangle()
+    devices = ["mlxcachea", "mlxcacheb"]
+    _remove(devices, SPACES)
     for name in SPACES:
-        _ip("netns", "add", name)
-        _ip("-n", name, "link", "set", "lo", "up")
+        _ip(f"netns add {name}")
+        _ip(f"-n {name} link set lo up")
     try:
         one, two = SPACES
-        _ip("link", "add", "mlxcachea", "type", "veth", "peer", "name", "veth-a", "netns", one)
-        _ip("link", "add", "mlxcacheb", "type", "veth", "peer", "name", "veth-b", "netns", two)
-        _ip(
-            "-n",
-            one,
-            "link",
-            "add",
-            "veth-c",
-            "type",
-            "veth",
-            "peer",
-            "name",
-            "veth-c",
-            "netns",
-            two,
-        )
+        _ip(f"link add mlxcachea type veth peer name veth-a netns {one}")
+        _ip(f"link add mlxcacheb type veth peer name veth-b netns {two}")
+        _ip(f"-n {one} link add veth-c type veth peer name veth-c netns {two}")
         for where, address, device in (
-            ((), "10.213.77.1", "mlxcachea"),
-            (("-n", one), "10.213.77.2", "veth-a"),
-            ((), "10.213.78.1", "mlxcacheb"),
-            (("-n", two), "10.213.78.2", "veth-b"),
-            (("-n", one), "10.213.79.1", "veth-c"),
-            (("-n", two), "10.213.79.2", "veth-c"),
+            ("", "10.213.77.1", "mlxcachea"),
+            (f"-n {one}", "10.213.77.2", "veth-a"),
+            ("", "10.213.78.1", "mlxcacheb"),
+            (f"-n {two}", "10.213.78.2", "veth-b"),
+            (f"-n {one}", "10.213.79.1", "veth-c"),
+            (f"-n {two}", "10.213.79.2", "veth-c"),
         ):
-            _ip(*where, "addr", "add", f"{address}/30", "dev", device)
-            _ip(*where, "link", "set", device, "up")
-        _ip("-n", two, "route", "add", "10.213.77.1", "via", "10.213.78.1")
+            _ip(f"{where} addr add {address}/30 dev {device}")
+            _ip(f"{where} link set {device} up")
+        _ip(f"-n {two} route add 10.213.77.1 via 10.213.78.1")
         yield
     finally:
-        _remove_triangle()
+        _remove(devices, SPACES)
 
 
-def _remove_triangle() -> None:
-    for device in ("mlxcachea", "mlxcacheb"):
-        _ip("link", "del", device, check=False)
-    for name in SPACES:
-        _ip("netns", "del", name, check=False)
+def _remove(devices: Sequence[str], spaces: Sequence[str]) -> None:
+    for device in devices:
+        _ip(f"link del {device}", check=False)
+    for name in spaces:
+        _ip(f"netns del {name}", check=False)
 
 
-def _ip(*arguments: str, check: bool = True) -> None:
-    subprocess.run(["ip", *arguments], check=check, capture_output=True)
+def _ip(arguments: str, *, check: bool = True) -> None:
+    subprocess.run(["ip", *arguments.split()], check=check, capture_output=True)
 
 
 @dataclass(slots=True)
@@ -147,9 +133,9 @@ class Group:
 
     def disturb(self, fault: str, rank: int) -> None:
         if fault == CUT:
-            _ip("link", "set", OUTSIDE, "down")
+            _ip(f"link set {OUTSIDE} down")
         elif fault == APART:
-            _ip("-n", SPACES[0], "link", "set", "veth-c", "down")
+            _ip(f"-n {SPACES[0]} link set veth-c down")
         else:
             number = signal.SIGKILL if fault == KILL else signal.SIGSTOP
             self.processes[rank].send_signal(number)

@@ -20,11 +20,12 @@ from pathlib import Path
 from statistics import median
 from typing import Annotated
 
-import httpx
 import psutil
 import typer
 
+from mlxcache.bench.client import Client, Refused
 from mlxcache.bench.process import free_port as free_http_port
+from mlxcache.bench.process import tail
 from mlxcache.cli.ranks import LOCAL, free_port, launch_command
 from tests.served import served
 from tests.toys.toy import make_toy
@@ -45,47 +46,30 @@ def make_model(folder: Path) -> Path:
     )
 
 
-def tokens_per_second(url: str, model: str, prompt: str, tokens: int) -> float:
+def tokens_per_second(port: int, model: str, prompt: str, tokens: int) -> float:
     """Stream one reply; return its tokens after the first per second."""
-    body = {
-        "model": model,
-        "messages": [{"role": "user", "content": prompt}],
-        "max_tokens": tokens,
-        "temperature": 0,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    times, generated = [], 0
-    address = f"{url}/v1/chat/completions"
-    with httpx.stream("POST", address, json=body, timeout=READY_S) as reply:
-        reply.raise_for_status()
-        for line in reply.iter_lines():
-            if not line.startswith("data: {"):
-                continue
-            chunk = json.loads(line.removeprefix("data: "))
-            generated = (chunk.get("usage") or {}).get("completion_tokens", generated)
-            if any((one.get("delta") or {}).get("content") for one in chunk.get("choices") or ()):
-                times.append(time.perf_counter())
-    if generated != tokens or len(times) < tokens // 2:
-        raise AssertionError(f"{url}: {generated} of {tokens} tokens, {len(times)} parts")
-    return (tokens - 1) / (times[-1] - times[0])
+    said = [{"role": "user", "content": prompt}]
+    reply = Client(port, model, READY_S).chat(said, tokens)
+    if reply.generated_tokens != tokens or reply.decode_rate is None:
+        raise AssertionError(f"{port}: {reply.generated_tokens} of {tokens} tokens")
+    return reply.decode_rate
 
 
 @contextmanager
-def ours(model: Path, folder: Path) -> Iterator[str]:
+def ours(model: Path, folder: Path) -> Iterator[int]:
     hosts = ",".join([LOCAL] * RANKS)
     flags = ("--model", str(model), "--hosts", hosts, "--ram", "1GB", "--disk", "1GB")
     cache = ("--cache-dir", str(folder / "cache"), "--no-anticipate")
     with served(*flags, *cache, home=folder) as server:
         try:
-            yield server.url
+            yield int(server.url.rpartition(":")[2])
         finally:
             server.stop(seconds=30.0)
 
 
 @contextmanager
-def theirs(model: Path, folder: Path) -> Iterator[tuple[str, Callable[[int], None]]]:
-    """Start mlx_lm.server by mlx.launch; yield its address, and a call that signals all of it."""
+def theirs(model: Path, folder: Path) -> Iterator[tuple[int, Callable[[int], None]]]:
+    """Start mlx_lm.server by mlx.launch; yield its port, and a call that signals all of it."""
     hostfile, port = folder / "hosts.json", free_http_port()
     hostfile.write_text(json.dumps([{"ssh": LOCAL, "ips": [LOCAL]}] * RANKS))
     command = launch_command(hostfile, [], free_port(RANKS))
@@ -99,24 +83,24 @@ def theirs(model: Path, folder: Path) -> Iterator[tuple[str, Callable[[int], Non
                 one.send_signal(number)
 
         try:
-            wait_until_ready(f"http://127.0.0.1:{port}", folder / "theirs.log")
-            yield f"http://127.0.0.1:{port}", send
+            wait_until_ready(port, folder / "theirs.log")
+            yield port, send
         finally:
             for one in [*process.children(recursive=True), process]:
                 one.kill()
             process.wait()
 
 
-def wait_until_ready(url: str, log: Path) -> None:
+def wait_until_ready(port: int, log: Path) -> None:
     deadline = time.monotonic() + READY_S
     while time.monotonic() < deadline:
         try:
-            httpx.get(f"{url}/v1/models", timeout=5).raise_for_status()
-        except httpx.HTTPError:
+            Client(port, "", 5.0).get("/v1/models")
+        except Refused:
             time.sleep(0.2)
         else:
             return
-    raise AssertionError(log.read_text(errors="replace")[-2000:])
+    raise AssertionError(tail(log))
 
 
 def measure(
@@ -130,18 +114,19 @@ def measure(
         send(signal.SIGSTOP)
         own = stack.enter_context(ours(model, folder))
 
-        def ask(url: str, pair: int) -> float:
-            if url == other:
+        def ask(port: int, pair: int) -> float:
+            if port == other:
                 send(signal.SIGCONT)
             try:
-                return tokens_per_second(url, str(model), f"Tell me of tree {pair}.", tokens)
+                return tokens_per_second(port, str(model), f"Tell me of tree {pair}.", tokens)
             finally:
-                if url == other:
+                if port == other:
                     send(signal.SIGSTOP)
 
         for pair in range(-1, pairs):  # the first one warms both up
-            order = [own, other] if pair % 2 else [other, own]
-            speeds = {url: ask(url, pair) for url in order}
+            speeds = {
+                port: ask(port, pair) for port in ((own, other) if pair % 2 else (other, own))
+            }
             if pair >= 0:
                 found.append((speeds[own], speeds[other]))
                 say(f"pair {pair + 1}: {speeds[own]:.1f} and {speeds[other]:.1f} tokens/s")

@@ -23,6 +23,7 @@ from mlxcache.config import load_settings
 from mlxcache.engine.engine import Engine
 from mlxcache.engine.models import Models
 from mlxcache.types import Finished, Job, Piece, Prompt, Sampling, Tokens, token_ids
+from tests.proofs.pair import make_pair, weights_of
 from tests.toys.toy import make_toy
 
 PAIRS = 9
@@ -33,19 +34,7 @@ SHARE_BOUND = 0.45
 """Least share of its speed alone that each of two models keeps when both decode."""
 
 REPLY_TOKENS = 150
-
-
-def make_models(folder: Path) -> list[Path]:
-    """Write two models of about 500 MB each into `folder`; return their folders.
-
-    They have 128 experts of which a token uses two, so that a pass takes little time compared with
-    reading the weights, as on a GPU.
-    """
-    experts = {"num_experts": 128, "moe_intermediate_size": 320}
-    return [
-        make_toy(folder / name, "qwen3_moe", seed=seed, hidden=256, more=experts)
-        for seed, name in enumerate("ab")
-    ]
+WEIGHTS_BYTES = 500_000_000
 
 
 def prompt(seed: int, n: int) -> Tokens:
@@ -128,8 +117,8 @@ async def play(folders: Sequence[Path], ram: str, cache: Path) -> Models:
 async def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        folders = make_models(folder)
-        size = (folders[0] / "model.safetensors").stat().st_size
+        folders = list(make_pair(folder, ("qwen3_moe", "qwen3_moe"), WEIGHTS_BYTES).values())
+        size = weights_of(folders[0])
         print(f"two models of {size / 1e6:.0f} MB each")
         models = await play(folders, f"{int(1.5 * size / 1e6)}MB", folder / "one")
         ratio = await switches(models, folders)

@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import asyncio
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from rich.console import Console
 
 from mlxcache.bench import report
-from mlxcache.bench.checks import Measured
 from mlxcache.bench.command import Bench
-from mlxcache.bench.disk import restore_speed, write_beside
-from mlxcache.bench.process import NoOwnTime, Server, measuring, running
+from mlxcache.bench.context import Scale
+from mlxcache.bench.disk import restore_speed, write_behind
+from mlxcache.bench.findings import Findings
+from mlxcache.bench.process import Server, measuring, running
 from mlxcache.bench.replay import Replay
-from mlxcache.bench.scenarios import PARTING, SCENARIOS
-from mlxcache.bench.text import Filler
+from mlxcache.bench.scenarios import PARTING, SCENARIOS, Filler
+from mlxcache.bench.within import Scenario
 from mlxcache.model.hub import resolve
 from tests.proofs import models, under_load
 from tests.proofs.guided import guided
 
 ModelMaker = Callable[[Path], Path]
-MemoryCheck = Callable[[Server, Filler, float], Measured]
-DiskCheck = Callable[[Path, Path, int, Callable[[str], None]], Measured]
+MemoryCheck = Callable[[Server, Filler, float, Findings], None]
 
 MEMORY: dict[str, tuple[MemoryCheck, ModelMaker, tuple[str, ...]]] = {
     "shared_system": (under_load.shared_system, models.light, ()),
@@ -42,13 +40,12 @@ RESTART: dict[str, ModelMaker] = {
 }
 """Restarts after kill -9, with the default model of each."""
 
-DISK: dict[str, tuple[DiskCheck, ModelMaker]] = {
-    "restore_speed": (restore_speed, models.heavy),
-    "write_beside": (write_beside, models.heavy),
-    "guided": (guided, models.wordy),
+DISK: dict[str, tuple[Scenario, ModelMaker, int]] = {
+    "restore_speed": (restore_speed, models.heavy, 1_100_000_000),
+    "write_beside": (write_behind, models.heavy, 1_000_000_000),
+    "guided": (guided, models.wordy, 0),
 }
-"""Each runs an engine in this process. The check takes the model's folder, a folder to write in,
-the number of repetitions, and a callback for the current step."""
+"""Each runs an engine in this process: the check, the default model, and the bytes to write."""
 
 LONG = ("observed", "long_prefill", "guided")
 """Checks that take many minutes."""
@@ -102,40 +99,24 @@ class Suite:
 
     def _memory(self, name: str) -> None:
         check, make, extra = MEMORY[name]
-        run, model = self.run, self._model(make)
+        run, model, found = self.run, self._model(make), Findings(name, "")
         with ExitStack() as stack, run.console.status(name):
             own = stack.enter_context(measuring(model, run.folder))
-            if own is None:
-                raise NoOwnTime(f"{name}: the KV bytes per token of {model} cannot be measured")
             kv_bytes = own.ask(256, 1)[1]
             launch = run.ours(name, *extra)
             server = stack.enter_context(running(launch, model, run.folder, run.options.wait_s))
-            held = check(server, Filler(model), kv_bytes)
-        run.found.setdefault("memory", {})[name] = held.figures
-        run.checks += held.checks
+            check(server, Filler(model), kv_bytes, found)
+        self._note("memory", found)
 
     def _disk(self, name: str) -> None:
-        check, make = DISK[name]
-        run, model = self.run, self._model(make)
-        with run.console.status(name) as status:
-            held = check(model, run.folder / f"cache-{name}", run.options.runs, status.update)
-        _show_figures(run.console, name, held.figures)
-        run.found.setdefault("disk", {})[name] = held.figures
-        run.checks += held.checks
+        check, make, nbytes = DISK[name]
+        run, model, found = self.run, self._model(make), Findings(name, "")
+        scale = Scale(runs=run.options.runs, disk_bytes=nbytes)
+        with run.console.status(name):
+            asyncio.run(check(model, run.folder / f"cache-{name}", scale, found))
+        self._note("disk", found)
 
-
-def _show_figures(console: Console, title: str, figures: Mapping[str, Any]) -> None:
-    """Print figures by their names, which end in their units; lists are left out."""
-    table = report.table_of(title, "figure", right=("median",))
-    for name, value in figures.items():
-        if not isinstance(value, list):
-            table.add_row(name, _figure(name, value))
-    console.print(table)
-
-
-def _figure(name: str, value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    if "bytes" in name:
-        return report.megabytes(value) + ("/s" if name.endswith("_s") else "")
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+    def _note(self, kind: str, found: Findings) -> None:
+        report.show_findings(self.run.console, found)
+        self.run.found.setdefault(kind, {})[found.name] = found.as_json()
+        self.run.checks += found.checks

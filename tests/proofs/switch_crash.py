@@ -10,25 +10,21 @@ from __future__ import annotations
 import contextlib
 import random
 import re
-import shutil
-import sys
 import tempfile
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated
 
+import httpx
 import typer
 
 from mlxcache.bench.client import Client, Refused, Reply
 from mlxcache.bench.process import Lives, NotStarted
-from mlxcache.bench.text import Filler
-from tests.proofs.crash import Seen, look, told, watch
+from mlxcache.bench.scenarios import Filler
+from tests.proofs.crash import Kills, Minutes, Seed, Seen, conclude, look, told, watch
 from tests.proofs.pair import (
     NEW,
     WAIT_S,
@@ -116,37 +112,36 @@ class Stage:
     def pause(self, seconds: float) -> None:
         time.sleep(self.rng.uniform(0.0, seconds))
 
+    def ask_there(self) -> None:
+        self.aside(self.there, TURN_TOKENS)
+
+    def when(self, words: str, begin: Callable[[], None], seconds: float) -> None:
+        """Call `begin`, wait until the server logs `words` once more, and a random time longer."""
+        before = self.log.count(words)
+        begin()
+        self.log.wait(words, before + 1)
+        self.pause(seconds)
+
 
 def while_first_loading(stage: Stage) -> None:
-    """Return while the other model is loaded for the first time."""
     words = f"{stage.there.model}: loading the model for the first time"
-    stage.aside(stage.there, TURN_TOKENS)
-    stage.log.wait(words, 1)
-    stage.pause(FIRST_LOAD_S)
+    stage.when(words, stage.ask_there, FIRST_LOAD_S)
 
 
 def while_reading(stage: Stage) -> None:
     """Return while the weights of the other model are read again."""
-    words = f"{stage.there.model}: loading the weights"
-    before = stage.log.count(words)
-    stage.aside(stage.there, TURN_TOKENS)
-    stage.log.wait(words, before + 1)
-    stage.pause(READ_S)
+    stage.when(f"{stage.there.model}: loading the weights", stage.ask_there, READ_S)
 
 
 def while_dropping(stage: Stage) -> None:
     """Return while this model's weights are dropped for the other one."""
-    words = f"{stage.here.model}: weights of"
-    before = stage.log.count(words)
-    stage.aside(stage.there, TURN_TOKENS)
-    stage.log.wait(words, before + 1)
-    stage.pause(DROP_S)
+    stage.when(f"{stage.here.model}: weights of", stage.ask_there, DROP_S)
 
 
 def while_writing(stage: Stage) -> None:
     """Return while KV of this model is written, and the other one waits for its memory."""
     stage.ask(stage.here, LONG_TOKENS)
-    stage.aside(stage.there, TURN_TOKENS)
+    stage.ask_there()
     end = time.monotonic() + WRITE_S
     while not unfinished(stage.store) and time.monotonic() < end:
         time.sleep(0.0005)
@@ -154,33 +149,28 @@ def while_writing(stage: Stage) -> None:
 
 def when_asked(stage: Stage) -> None:
     """Return while a client unloads this model, or after it was loaded again."""
-    here = stage.here.model
-    words, before = f"{here}: weights of", stage.log.count(f"{here}: weights of")
-    _post(stage.client, f"/v1/models/{here}/unload")
-    stage.log.wait(words, before + 1)
+    path = f"/v1/models/{stage.here.model}"
+    words = f"{stage.here.model}: weights of"
+    stage.when(words, lambda: _post(stage.client, f"{path}/unload"), 0.0)
     if stage.rng.random() < 0.5:
-        _post(stage.client, f"/v1/models/{here}/load")
+        _post(stage.client, f"{path}/load")
     stage.pause(DROP_S)
 
 
 def _post(client: Client, path: str) -> None:
-    request = urllib.request.Request(f"http://127.0.0.1:{client.port}{path}", b"", method="POST")
     for _ in range(20):
-        try:
-            with urllib.request.urlopen(request, timeout=client.timeout):
-                return
-        except urllib.error.HTTPError as error:
-            if error.code != 503:
-                raise Refused(error.code, str(error)) from error
-            time.sleep(0.05)
+        url = f"http://127.0.0.1:{client.port}{path}"
+        status = httpx.post(url, timeout=client.timeout).status_code
+        if status == 200:
+            return
+        if status != 503:
+            raise Refused(status, f"POST {path}")
+        time.sleep(0.05)
     raise Refused(503, f"POST {path} was refused for a second")
 
 
 def when_idle(stage: Stage) -> None:
-    before = stage.log.count("unloaded: idle for")
-    stage.ask(stage.here, LONG_TOKENS)
-    stage.log.wait("unloaded: idle for", before + 1)
-    stage.pause(DROP_S)
+    stage.when("unloaded: idle for", lambda: stage.ask(stage.here, LONG_TOKENS), DROP_S)
 
 
 def while_reading_idle(stage: Stage) -> None:
@@ -190,31 +180,17 @@ def while_reading_idle(stage: Stage) -> None:
         if time.monotonic() > end:
             raise NotReached(f"{stage.here.model} is idle and not unloaded")
         time.sleep(0.02)
-    while_reading(replaced(stage))
+    while_reading(replace(stage, talks=[stage.there, stage.here]))
 
 
 def _state(client: Client, model: str) -> str:
-    """Return where the weights of a model are. Raises Refused."""
     listed = client.get("/v1/models")["data"]
     return next(str(one["state"]) for one in listed if one["id"] == model)
 
 
-def replaced(stage: Stage) -> Stage:
-    """Return a stage on which the model that was used last is the other one."""
-    return Stage(
-        stage.client,
-        stage.log,
-        stage.store,
-        stage.rng,
-        [stage.there, stage.here],
-        stage.ask,
-        stage.aside,
-    )
-
-
 def at_random(stage: Stage) -> None:
     stage.aside(stage.here, TURN_TOKENS)
-    stage.aside(stage.there, TURN_TOKENS)
+    stage.ask_there()
     stage.pause(RANDOM_S)
 
 
@@ -425,11 +401,6 @@ class Proof:
         self._told = len(self.wrong)
 
 
-Kills = Annotated[int, typer.Option(min=1, help="Number of kills.")]
-Minutes = Annotated[float, typer.Option(help="Time in minutes after which no kill begins.")]
-Seed = Annotated[int | None, typer.Option(help="Seed of the random times; default: a new one.")]
-
-
 def switch_crash(kills: Kills = 60, minutes: Minutes = 60.0, seed: Seed = None) -> None:
     """Kill servers of two models while they load, unload and switch; check what survives."""
     seed = random.randrange(10**6) if seed is None else seed
@@ -439,12 +410,8 @@ def switch_crash(kills: Kills = 60, minutes: Minutes = 60.0, seed: Seed = None) 
         proof.run(kills, time.monotonic() + 60 * minutes)
     except (NotStarted, NotReached, Refused) as error:
         proof.wrong.append(f"a server failed: {error}")
-    print(f"seed {seed}: killed while {dict(proof.struck)}; moments hit: {dict(proof.hit)}")
-    print("\n".join(proof.wrong) or "no violation")
-    if proof.wrong or not proof.checked.durable:
-        print(f"files kept for inspection: {folder}")
-        sys.exit(1)
-    shutil.rmtree(folder)
+    summary = f"seed {seed}: killed while {dict(proof.struck)}; moments hit: {dict(proof.hit)}"
+    conclude(folder, proof.wrong, summary, shown=bool(proof.checked.durable))
 
 
 if __name__ == "__main__":

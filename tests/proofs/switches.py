@@ -18,10 +18,10 @@ from typing import Annotated, Any
 
 import typer
 
-from mlxcache.bench.checks import Check
 from mlxcache.bench.client import Client, Refused, Reply
+from mlxcache.bench.findings import Check
 from mlxcache.bench.process import Launch, Server, running
-from mlxcache.bench.text import Filler
+from mlxcache.bench.scenarios import Filler
 from mlxcache.config.memory import read_footprint
 from tests.proofs.pair import (
     NEW,

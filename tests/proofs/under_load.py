@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from mlxcache.bench.checks import Check, Measured
 from mlxcache.bench.client import Client, Refused
+from mlxcache.bench.findings import Findings
 from mlxcache.bench.process import Server
-from mlxcache.bench.text import Filler
+from mlxcache.bench.scenarios import Filler
 from tests.proofs.system_count import sampling
 
+TITLE = "Under load"
 SAMPLE_S = 0.05
 SHARED_TOKENS, SHARERS = 4000, 8
 JOINED_TOKENS, JOINERS, JOINER_TOKENS = 18_500, 7, 200
@@ -49,12 +50,11 @@ class Watch:
         self.held = max(self.held, held)
         self.taken = max(self.taken, held + figures.get("reserved_bytes", 0))
 
-    def alive(self) -> list[Check]:
-        """Checks that figures were read and changed, without which other bounds prove nothing."""
-        return [
-            Check("figures that could not be read", len(self.failed), 0),
-            Check("bytes in use while requests ran", self.active, 1, "bytes", least=True),
-        ]
+    def hold_alive(self, found: Findings) -> None:
+        """Check that figures were read and changed, without which other bounds prove nothing."""
+        found.hold("figures that could not be read", len(self.failed), 0)
+        in_use = "bytes in use while requests ran"
+        found.hold(in_use, self.active, 1, unit="bytes", least=True)
 
 
 @contextlib.contextmanager
@@ -65,32 +65,25 @@ def watching(client: Client) -> Iterator[Watch]:
         yield watch
 
 
-def shared_system(server: Server, filler: Filler, kv_bytes: float) -> Measured:
+def shared_system(server: Server, filler: Filler, kv_bytes: float, found: Findings) -> None:
     """Check that eight conversations share one system prompt's KV. Raises Refused."""
     system = {"role": "system", "content": filler.text(SHARED_TOKENS, "shared")}
     replies = [
         server.client.chat([system, _user(filler.text(50, f"sharer {i}"))], 8)
         for i in range(SHARERS)
     ]
-    figures: dict[str, Any] = server.client.get("/v1/cache")
-    used = figures["ram"]["used_bytes"]
+    used = server.client.get("/v1/cache")["ram"]["used_bytes"]
     apart = sum(reply.conversation_tokens for reply in replies)
     apart -= SHARED_TOKENS * (len(replies) - 1)
+    most = HELD_ONCE * apart * kv_bytes
+    found.hold("eight under one system prompt, held", used, most, unit="bytes")
     reused = min((reply.cached_tokens or 0) for reply in replies[1:])
-    return Measured(
-        {"used_bytes": used, "segments": figures["segments"], "reused_tokens": reused},
-        [
-            Check(
-                "eight under one system prompt, held", used, HELD_ONCE * apart * kv_bytes, "bytes"
-            ),
-            Check("tokens of it that each reused", reused, SHARED_TOKENS, least=True),
-        ],
-    )
+    found.hold("tokens of it that each reused", reused, SHARED_TOKENS, least=True)
 
 
 def joined(
-    server: Server, filler: Filler, kv_bytes: float, tokens: int = JOINED_TOKENS
-) -> Measured:
+    server: Server, filler: Filler, kv_bytes: float, found: Findings, tokens: int = JOINED_TOKENS
+) -> None:
     """Check the KV of one long and seven short conversations decoding at once. Raises Refused."""
     client = server.client
     long: list[Any] = [_user(filler.text(tokens, "long"))]
@@ -105,20 +98,10 @@ def joined(
         beside = not host.done()
         replies.append(host.result())
     total = sum(reply.conversation_tokens for reply in replies) * kv_bytes
-    return Measured(
-        {
-            "held_bytes": watch.held,
-            "kv_bytes": total,
-            "host_tokens_s": replies[-1].decode_rate or 0,
-        },
-        [
-            Check(
-                "a long one joined by seven short, held by their sum", watch.held / total, PADDING
-            ),
-            Check("the long one went on beside them", float(beside), 1, least=True),
-            *watch.alive(),
-        ],
-    )
+    found.add(TITLE, "joined", "the long one", "tokens/s", replies[-1].decode_rate or 0)
+    found.hold("a long one joined by seven short, held by their sum", watch.held / total, PADDING)
+    found.hold("the long one went on beside them", float(beside), 1, least=True)
+    watch.hold_alive(found)
 
 
 def _user(text: str) -> dict[str, str]:
@@ -159,13 +142,17 @@ class Tally:
     told_to_wait: int = 0
     wrong: list[str] = field(default_factory=list)
 
+    def hold_all(self, found: Findings) -> None:
+        found.hold("requests neither answered nor told to wait", len(self.wrong), 0)
+        found.hold("requests answered", self.answered, TALKERS * TURNS, least=True)
+
     def add(self, other: Tally) -> None:
         self.answered += other.answered
         self.told_to_wait += other.told_to_wait
         self.wrong += other.wrong
 
 
-def observed(server: Server, filler: Filler, kv_bytes: float) -> Measured:
+def observed(server: Server, filler: Filler, kv_bytes: float, found: Findings) -> None:
     """Play twenty conversations under --ram 1GB, and measure the process's memory.
 
     Allowed are weights, budget, and the memory of the idle server without MLX's part. The operating
@@ -176,23 +163,13 @@ def observed(server: Server, filler: Filler, kv_bytes: float) -> Measured:
     weights = server.weights_bytes
     tally, watch = _play(server, filler, kv_bytes, OBSERVED_BYTES)
     limit = server.client.get("/v1/cache")["ram"]["limit_bytes"]
-    over = server.peak_bytes - base - weights - limit
-    return Measured(
-        {
-            "base_bytes": base,
-            "weights_bytes": weights,
-            "most_bytes": server.peak_bytes,
-            "taken_bytes": watch.taken,
-            "overshoot": over / (limit + weights),
-            "answered": tally.answered,
-        },
-        [
-            Check("beyond weights and budget, as a part of both", over / (limit + weights), OVER),
-            Check("budget that was taken, as a part of it", watch.taken / limit, 0.9, least=True),
-            Check("requests neither answered nor told to wait", len(tally.wrong), 0),
-            Check("requests answered", tally.answered, TALKERS * TURNS, least=True),
-        ],
-    )
+    over = (server.peak_bytes - base - weights - limit) / (limit + weights)
+    sizes = {"base": base, "weights": weights, "most": server.peak_bytes, "taken": watch.taken}
+    for name, size in sizes.items():
+        found.add(TITLE, "observed", name, "bytes", size)
+    found.hold("beyond weights and budget, as a part of both", over, OVER)
+    found.hold("budget that was taken, as a part of it", watch.taken / limit, 0.9, least=True)
+    tally.hold_all(found)
 
 
 def _play(server: Server, filler: Filler, kv_bytes: float, ram: int) -> tuple[Tally, Watch]:
@@ -208,7 +185,7 @@ def _play(server: Server, filler: Filler, kv_bytes: float, ram: int) -> tuple[Ta
     return tally, watch
 
 
-def crowded(server: Server, filler: Filler, kv_bytes: float) -> Measured:
+def crowded(server: Server, filler: Filler, kv_bytes: float, found: Findings) -> None:
     """Play twenty conversations, four turns each, at once, under --ram 200MB.
 
     Every request must be answered, or refused with a Retry-After, after which it is sent again.
@@ -216,23 +193,12 @@ def crowded(server: Server, filler: Filler, kv_bytes: float) -> Measured:
     tally, watch = _play(server, filler, kv_bytes, RAM_BYTES)
     grown = server.peak_bytes - server.idle_bytes
     limit = server.client.get("/v1/cache")["ram"]["limit_bytes"]
-    return Measured(
-        {
-            "taken_bytes": watch.taken,
-            "resident_growth_bytes": grown,
-            "answered": tally.answered,
-            "told_to_wait": tally.told_to_wait,
-            "samples": watch.samples,
-        },
-        [
-            Check(f"limit under --ram {RAM}", limit, RAM_BYTES, "bytes"),
-            Check("taken by twenty growing conversations", watch.taken, limit, "bytes"),
-            Check("resident memory grown", grown, RESIDENT * RAM_BYTES, "bytes"),
-            Check("requests neither answered nor told to wait", len(tally.wrong), 0),
-            Check("requests answered", tally.answered, TALKERS * TURNS, least=True),
-            *watch.alive(),
-        ],
-    )
+    found.add(TITLE, "crowded", "told to wait", "", tally.told_to_wait)
+    found.hold(f"limit under --ram {RAM}", limit, RAM_BYTES, unit="bytes")
+    found.hold("taken by twenty growing conversations", watch.taken, limit, unit="bytes")
+    found.hold("resident memory grown", grown, RESIDENT * RAM_BYTES, unit="bytes")
+    tally.hold_all(found)
+    watch.hold_alive(found)
 
 
 def _talk(client: Client, texts: Sequence[str]) -> Tally:
@@ -302,8 +268,8 @@ class Progress:
 
 
 def long_prefill(
-    server: Server, filler: Filler, kv_bytes: float, tokens: int = LONG_TOKENS
-) -> Measured:
+    server: Server, filler: Filler, kv_bytes: float, found: Findings, tokens: int = LONG_TOKENS
+) -> None:
     """Measure replies and short prompts while a prompt of 60,000 tokens is computed.
 
     Once enough is measured, the long prompt ends with the server.
@@ -323,21 +289,13 @@ def long_prefill(
             if progress.prefills:
                 beside.append(rate)
                 waits.append(1 + progress.chunks(began, began + reply.first_s))
-    figures = {
-        "alone_tokens_s": alone,
-        "beside_tokens_s": beside,
-        "chunks_until_short": waits,
-        "fed_of_long": progress.fed,
-    }
+    found.add(TITLE, "long_prefill", "alone", "tokens/s", *alone)
+    found.add(TITLE, "long_prefill", "beside", "tokens/s", *beside)
+    found.add(TITLE, "long_prefill", "fed of the long one", "tokens", progress.fed)
     share = median(beside) / median(alone) if beside else 0.0
-    return Measured(
-        figures,
-        [
-            Check("speed of a reply beside a long prompt, by alone", share, PACE, least=True),
-            Check("chunks until a short prompt's first token", max(waits, default=99), CHUNKS),
-            Check("replies measured beside it", len(beside), 2, least=True),
-        ],
-    )
+    found.hold("speed of a reply beside a long prompt, by alone", share, PACE, least=True)
+    found.hold("chunks until a short prompt's first token", max(waits, default=99), CHUNKS)
+    found.hold("replies measured beside it", len(beside), 2, least=True)
 
 
 def _begin(client: Client, text: str) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from mlxcache.bench.text import Filler
+from mlxcache.bench.scenarios import Filler
 from mlxcache.scheduling.admission import MIN_UNKNOWN_BESIDE
 from tests.soak.ledger import Ledger, SessionTracker
 from tests.soak.plan import Step
@@ -30,17 +30,8 @@ FROM_DISK = MIN_UNKNOWN_BESIDE + 64
 """Tokens that may be computed again though they are on disk: so few are not restored."""
 
 COSTLY_FAULTS = {
-    "nan",
-    "malloc",
-    "full",
-    "locked",
-    "slow",
-    "damage",
-    "remove",
-    "index",
-    "clear",
-    "hang",
-}
+    "nan", "malloc", "full", "locked", "slow", "damage", "remove", "index", "clear", "hang",
+}  # fmt: skip
 """Faults after which computed tokens may be computed again."""
 
 WHOLE_PROMPT = 1 << 30
@@ -70,43 +61,26 @@ class Conversation:
     prompt: int = 0
     computed: int = 0
 
-    def count_message(self) -> None:
-        """Count a message made for this conversation."""
-        self.sent += 1
-
     def drop_reply(self) -> None:
         """Drop the last reply; the prompt before it is still computed but for its last token."""
         self.messages.pop()
         self.computed = self.prompt - 1
 
     def replace_last(self, message: dict[str, Any]) -> None:
-        """Replace the last message."""
         self.messages[-1] = message
         self.computed %= WHOLE_PROMPT
 
     def replace_from(self, place: int, message: dict[str, Any]) -> None:
-        """Replace the message at `place` and drop those after it."""
         self.messages[place:] = [message]
         self.computed = 0
 
     def add_reply(self, server: SoakServer, out: Outcome) -> None:
-        """Add a complete reply of a server."""
         self.messages.append({"role": "assistant", "content": out.text})
-        self.prompt = out.prompt
-        self.set_computed(server, out.prompt + len(out.text) - 1)
-
-    def set_computed(self, server: SoakServer, tokens: int) -> None:
-        """Note that a server has computed so many tokens of this conversation."""
-        self.server, self.computed = server, tokens
-
-    def forget_computed(self) -> None:
-        """Note that the computed tokens are unknown."""
-        self.server = None
+        self.server, self.prompt = server, out.prompt
+        self.computed = out.prompt + len(out.text) - 1
 
 
 class Agent:
-    """One client with several conversations. `sessions` tracks the sessions of its folder."""
-
     def __init__(
         self,
         name: str,
@@ -136,14 +110,12 @@ class Agent:
             doing(self, server, step)
 
     def forget_computed(self) -> None:
-        """Note that the computed tokens of every conversation are unknown."""
         for conversation in self.conversations:
-            conversation.forget_computed()
+            conversation.server = None
 
     # -- conversations -----------------------------------------------------------------------
 
     def pick_conversation(self, step: Step, *, fresh: bool = False) -> Conversation:
-        """Pick an existing conversation, or begin a new one."""
         if fresh or not self.conversations or step.conversation < 1 / (1 + MAX_CONVERSATIONS):
             return self._begin(step)
         found = self.conversations[int(step.conversation * len(self.conversations))]
@@ -168,7 +140,7 @@ class Agent:
         self, conversation: Conversation, step: Step, bounds: tuple[int, int]
     ) -> dict[str, Any]:
         """Make a user message of random length; some contain the text of a control token."""
-        conversation.count_message()
+        conversation.sent += 1
         tokens = bounds[0] + int(step.size**2 * (bounds[1] - bounds[0]))
         text = self.filler.text(tokens, f"{conversation.label}/{conversation.sent}")
         if step.odd < 0.15:
@@ -178,7 +150,6 @@ class Agent:
         return {"role": "user", "content": text}
 
     def next_request(self, conversation: Conversation, step: Step) -> Request:
-        """Make the next request of a conversation that ends with a user message."""
         few, many = REPLY_TOKENS
         return Request(
             messages=tuple(conversation.messages),
@@ -193,14 +164,13 @@ class Agent:
     def send(
         self, server: SoakServer, request: Request, disconnect: Disconnect | None = None
     ) -> Outcome:
-        """Send a request, and count and check its outcome."""
         out = ask(server.port, request, disconnect)
         self.ledger.count(self.ledger.requests, "all")
-        if not out.complete:
-            self.ledger.add_computed(sum(len(one["content"]) for one in request.messages) // CHARS)
         if out.complete:
             self._check_reply(server, request, out)
-        elif out.disconnected:
+            return out
+        self.ledger.add_computed(sum(len(one["content"]) for one in request.messages) // CHARS)
+        if out.disconnected:
             self.ledger.count(self.ledger.requests, "left")
         else:
             self._check_failure(server, request, out)
@@ -233,7 +203,7 @@ class Agent:
         expected = self._expected(server, conversation)
         out = self.send(server, self.next_request(conversation, step))
         if not out.complete:
-            conversation.forget_computed()
+            conversation.server = None
             return out
         expected = min(expected, out.prompt - 1)
         if out.cached < expected - FROM_DISK and not server.injected & COSTLY_FAULTS:
@@ -270,7 +240,6 @@ class Agent:
         return out
 
     def find_session(self, server: SoakServer, conversation: Conversation) -> dict[str, Any] | None:
-        """Return the session of a conversation as `server` lists it; None if it is not listed."""
         out = self.call(server, "GET", "/v1/sessions?limit=60")
         if out.status != 200:
             return None

@@ -85,7 +85,6 @@ def check_counts(server: SoakServer, ledger: Ledger) -> None:
 
 
 def check_budget(server: SoakServer, ledger: Ledger) -> None:
-    """Check the peaks of the memory budget, and of the process."""
     found = get_json(server, "/v1/cache", ledger)
     figures = server.figures
     if found is None:
@@ -129,20 +128,17 @@ def check_sessions(server: SoakServer, sessions: SessionTracker, ledger: Ledger)
 
 
 def check_files(folder: Path, ledger: Ledger) -> None:
-    """Check the folder's files by opening its store in this process, beside running servers."""
     for sentence in crash.look(folder / "store", crash.Seen()):
         ledger.add_violation("files", f"{folder.name}: {sentence}")
 
 
 def verify_files(server: SoakServer, ledger: Ledger) -> None:
-    """Check that the server's own check of its files finds no problem."""
     found = get_json(server, "/v1/cache/check", ledger)
     for problem in found["data"] if found else ():
         ledger.add_violation("files", f"{server.name}: {problem}")
 
 
 def check_disk_limit(server: SoakServer, ledger: Ledger, limit: int) -> None:
-    """Check the peak of the bytes on disk against `limit`."""
     if server.figures.disk > limit:
         ledger.add_violation("disk", f"{server.name}: {server.figures.disk} bytes under {limit}")
 
@@ -157,7 +153,6 @@ def check_growth(server: SoakServer, ledger: Ledger) -> None:
 
 
 def measure_idle(server: SoakServer, began: float) -> IdleUsage:
-    """Measure memory, files and threads of a server's process."""
     assert server.process is not None
     process = psutil.Process(server.process.pid)
     held = process.num_fds(), process.num_threads()
@@ -165,7 +160,6 @@ def measure_idle(server: SoakServer, began: float) -> IdleUsage:
 
 
 def first_after_quarter(rests: Sequence[IdleUsage]) -> IdleUsage:
-    """Return the first measurement after a quarter of the time."""
     return next(rest for rest in rests if rest.at >= rests[-1].at / 4)
 
 

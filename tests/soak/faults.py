@@ -35,7 +35,6 @@ def inject(server: SoakServer, fault: Fault, ledger: Ledger, over: threading.Eve
 
 
 def end_faults(server: SoakServer) -> None:
-    """End all faults of a server."""
     for path in server.faults.folder.iterdir():
         path.unlink(missing_ok=True)
 
@@ -59,7 +58,6 @@ def damage_folder(name: str, folder: Path, rng: random.Random, ledger: Ledger) -
 
 
 def _damage(path: Path, rng: random.Random) -> None:
-    """Remove a file, truncate it, or overwrite some of its bytes."""
     how = rng.random()
     size = path.stat().st_size
     if how < 0.2:

@@ -13,8 +13,6 @@ from tests.soak.wire import Outcome, Request
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A complete reply, for comparison with the reference."""
-
     family: str
     request: Request
     out: Outcome
@@ -51,19 +49,16 @@ class Ledger:
         self._lock = threading.Lock()
 
     def add_violation(self, kind: str, sentence: str) -> None:
-        """Record and print a violation; `kind` is counted."""
         with self._lock:
             self.kinds[kind] += 1
             self.violations.append(f"{kind}: {sentence}")
         self.print_line(f"  VIOLATION {kind}: {sentence}")
 
     def count(self, counter: Counter[str], name: str, by: int = 1) -> None:
-        """Add `by` to a counter of this ledger."""
         with self._lock:
             counter[name] += by
 
     def add_reply(self, family: str, request: Request, out: Outcome) -> None:
-        """Record a complete reply."""
         with self._lock:
             self.tokens["prompt"] += out.prompt
             self.tokens["cached"] += out.cached
@@ -72,22 +67,18 @@ class Ledger:
         self.add_computed(out.prompt - out.cached + len(out.text))
 
     def add_computed(self, tokens: int) -> None:
-        """Add tokens that may have been computed to the upper bound."""
         with self._lock:
             self.computed += tokens
 
     def reset_computed(self) -> None:
-        """Start the upper bound anew: all caches were cleared."""
         with self._lock:
             self.computed = 0
 
     def add_checked(self) -> None:
-        """Count a reply that was compared with the reference."""
         with self._lock:
             self.checked += 1
 
     def take_samples(self) -> list[Sample]:
-        """Return the replies recorded since the last call."""
         with self._lock:
             found, self._samples = self._samples, []
         return found
@@ -120,7 +111,6 @@ class SessionTracker:
 
     @property
     def durable_tokens(self) -> int:
-        """Sum of the durable tokens that must exist."""
         with self._lock:
             return sum(max(seen.durable.values(), default=0) for seen in self._seen.values())
 
@@ -141,18 +131,15 @@ class SessionTracker:
                     seen.durable[turns] = max(seen.durable.get(turns, 0), min(before[1], durable))
 
     def drop_unconfirmed(self) -> None:
-        """Forget figures listed once, by servers that no longer run."""
         with self._lock:
             self._last.clear()
 
     def remove(self, id: str) -> None:
-        """Forget a session that is being removed on purpose."""
         with self._lock:
             self._gone.add(id)
             self._seen.pop(id, None)
 
     def forget_durable(self, words: str) -> None:
-        """Forget the durable tokens of sessions with `words` in their names."""
         with self._lock:
             for id, seen in list(self._seen.items()):
                 if words in seen.labels:
@@ -166,7 +153,6 @@ class SessionTracker:
             self._last.clear()
 
     def expected(self) -> dict[str, KnownSession]:
-        """Copy of the sessions that must exist now, by id."""
         with self._lock:
             return {id: KnownSession(x.labels, dict(x.durable)) for id, x in self._seen.items()}
 

@@ -39,7 +39,6 @@ class Servers:
         return (brief if share < 0.5 else self.steady) or self.steady or brief
 
     def every(self) -> list[SoakServer]:
-        """All servers of the round."""
         return [server for server in (self.steady, self.brief) if server is not None]
 
 
@@ -63,7 +62,6 @@ class RoundRun:
         self.agents: list[Agent] = soak.agents_of(self.folder.name, family)
 
     def run(self) -> None:
-        """Run the round; blocks until its checks are done. Raises NotStarted."""
         damage_later = self._damage_before_start()
         over = threading.Event()
         threads = [
@@ -114,7 +112,6 @@ class RoundRun:
         brief.start(self.ledger, self.sessions)
 
     def _inject_faults(self, damage_later: Callable[[], None]) -> None:
-        """Inject all faults of the round, and end its server at the planned time."""
         round_, over, began = self.round, threading.Event(), time.monotonic()
         threads = []
         for fault in round_.faults:
@@ -182,7 +179,6 @@ class RoundRun:
         return False
 
     def _check(self, server: SoakServer) -> None:
-        """Run all checks of an idle server."""
         ledger, round_ = self.ledger, self.round
         checks.check_counts(server, ledger)
         checks.check_budget(server, ledger)
@@ -233,7 +229,6 @@ def terminate(server: SoakServer, ledger: Ledger) -> None:
 
 
 def check_end(server: SoakServer, status: int, ledger: Ledger) -> None:
-    """Check that a server ends in time and with `status`."""
     assert server.process is not None
     found = server.process.wait(END_S)
     ledger.count(ledger.ends, "die" if status else "term")

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from mlxcache.bench.text import Filler
+from mlxcache.bench.scenarios import Filler
 from tests.proofs import models
 from tests.proofs.features.plan import draw_conversation
 from tests.proofs.features.play import Difference, Pair, play
@@ -131,15 +131,12 @@ class Soak:
 
     @property
     def shared_sessions(self) -> SessionTracker:
-        """Tracker of the sessions in the shared folder."""
         return self.sessions_of("shared")
 
     def sessions_of(self, place: str) -> SessionTracker:
-        """Return the tracker of the sessions in a folder; it lasts for the run."""
         return self._sessions.setdefault(place, SessionTracker())
 
     def model(self, family: str) -> Path:
-        """Return the folder of a model; the model is made on first use."""
         if family not in self._models:
             path = self.folder / "models" / family
             made = models.wide(path) if family == WIDE else models.tiny(path, family)
@@ -156,7 +153,6 @@ class Soak:
         return self.steady[family].server
 
     def agents_of(self, place: str, family: str) -> list[Agent]:
-        """Return the agents of a folder and a family; their conversations last for the run."""
         key = (place, family)
         if key not in self._agents:
             filler = Filler(self.model(family))
@@ -168,13 +164,11 @@ class Soak:
         return self._agents[key]
 
     def record_idle(self, server: SoakServer) -> None:
-        """Record the resources held by an idle server, if it is a steady one."""
         for one in self.steady.values():
             if one.server is server:
                 one.rests.append(checks.measure_idle(server, self.began))
 
     def drop_steady(self, server: SoakServer) -> None:
-        """Forget a server that ended by itself; the next round starts another."""
         self.steady = {name: one for name, one in self.steady.items() if one.server is not server}
 
     # -- ends --------------------------------------------------------------------------------
@@ -193,7 +187,6 @@ class Soak:
             self.ledger.add_violation("clear", f"{steady.name}: {out.status} {out.error}, {left}")
 
     def _finish(self) -> None:
-        """Check and end the steady servers, and check the files of the shared folder."""
         for name, one in self.steady.items():
             checks.check_sessions(one.server, self.shared_sessions, self.ledger)
             checks.check_leaks(name, one.rests, self.ledger)

@@ -41,15 +41,12 @@ Mostly unused parts of the heap.
 
 @dataclass(frozen=True, slots=True)
 class Flags:
-    """Flags of a server."""
-
     ram: str
     disk: str = "8GB"
     concurrency: int = 8
     chunk: int = 256
 
     def arguments(self) -> tuple[str, ...]:
-        """The arguments of `mlxcache serve`."""
         return (
             "--ram", self.ram, "--disk", self.disk, "--concurrency", str(self.concurrency),
             "--prefill-chunk", str(self.chunk),
@@ -57,7 +54,6 @@ class Flags:
 
 
 def launch(name: str, faults: Path, cache_dir: Path, flags: Flags) -> Launch:
-    """Command that starts a server with fault injection (`tests.faulty`)."""
     command = (sys.executable, "-m", "tests.faulty", str(faults), "serve", "--model", "{model}")
     where = ("--port", "{port}", "--cache-dir", str(cache_dir), "--log-level", "warning")
     return Launch(name, command + where + flags.arguments())
@@ -74,7 +70,6 @@ class PeakFigures:
     polls: int = 0
 
     def update(self, cache: dict[str, Any]) -> None:
-        """Add the figures of one `GET /v1/cache`."""
         ram = cache["ram"]
         taken = ram["used_bytes"] + cache["active_bytes"] + cache["reserved_bytes"]
         self.polls += 1
@@ -123,15 +118,9 @@ class SoakServer:
         assert self.process is not None
         return self.process.client.port
 
-    def get(self, path: str) -> Any:
-        """Return the JSON at `path`. Raises the client's error for an error response."""
-        assert self.process is not None
-        return self.process.client.get(path)
-
     def _idle(self) -> int:
-        """Memory of the idle process after its start, without what MLX held, in bytes."""
         assert self.process is not None
-        mlx = self.get("/v1/cache")["mlx"]
+        mlx = self.process.client.get("/v1/cache")["mlx"]
         return self.process.idle_bytes - int(mlx["active_bytes"]) - int(mlx["pool_bytes"])
 
     def _poll(self, sessions: SessionTracker) -> None:
@@ -145,7 +134,6 @@ class SoakServer:
                 self.figures.update(json.loads(found.body))
 
     def put(self, name: str, measure: str = "") -> None:
-        """Turn a fault on; `measure` as `tests.faulty` reads it."""
         self.note_fault(name)
         self.faults.put(name, measure)
 
@@ -156,7 +144,7 @@ class SoakServer:
     def expect_end(self) -> None:
         """Note that the process ends on purpose from now on, and stop polling it."""
         self.ending = True
-        self.stop_polling()
+        self._over.set()
 
     def permits(self, out: Outcome) -> bool:
         """Return True if the outcome is allowed, given the injected faults and the server's end."""
@@ -171,28 +159,20 @@ class SoakServer:
         return self.ending and ("stopping" in out.error or "died" in out.error)
 
     def overshoot(self) -> Overshoot:
-        """The peak memory of the process beyond weights, budget and its idle memory."""
         assert self.process is not None
         weights = self.process.weights_bytes
         allowed = self.figures.limit + weights
         over = self.process.peak_bytes - self._base - allowed
         return Overshoot(over, over / allowed, f"{self.name} --ram {self.flags.ram}")
 
-    def stop_polling(self) -> None:
-        """Stop polling the figures."""
-        self._over.set()
-
     def close(self) -> None:
-        """End the process if it still runs, and wait for it."""
         self.expect_end()
         self.stack.close()
 
     def log(self) -> Path:
-        """Path of the log."""
         return self.logs / f"{self.name}-{self.port}.log"
 
     def tracebacks(self) -> int:
-        """Number of tracebacks in the log."""
         return self.log().read_text("utf-8", "replace").count("Traceback (most recent call last)")
 
 

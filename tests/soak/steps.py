@@ -16,7 +16,6 @@ SLOW_S, SLOW_PIECES = 0.15, 20
 
 
 def _continued(agent: Agent, step: Step) -> Conversation:
-    """Pick a conversation and add a user message if it ends with a reply."""
     conversation = agent.pick_conversation(step)
     if conversation.messages[-1]["role"] == "assistant":
         conversation.messages.append(agent.make_message(conversation, step, TURN_TOKENS))
@@ -24,12 +23,10 @@ def _continued(agent: Agent, step: Step) -> Conversation:
 
 
 def turn(agent: Agent, server: SoakServer, step: Step) -> None:
-    """Send the next turn of a conversation."""
     agent.take_turn(server, _continued(agent, step), step)
 
 
 def fresh(agent: Agent, server: SoakServer, step: Step) -> None:
-    """Send the first turn of a new conversation."""
     agent.take_turn(server, agent.pick_conversation(step, fresh=True), step)
 
 
@@ -42,7 +39,6 @@ def again(agent: Agent, server: SoakServer, step: Step) -> None:
 
 
 def edit_last(agent: Agent, server: SoakServer, step: Step) -> None:
-    """Replace the last user message."""
     conversation = _continued(agent, step)
     if len(conversation.messages) > 2:
         conversation.replace_last(agent.make_message(conversation, step, TURN_TOKENS))
@@ -66,10 +62,9 @@ def leave(agent: Agent, server: SoakServer, step: Step) -> None:
     if step.shape < 0.5:
         gone = Disconnect(pieces=1 + int(step.moment * 12), reset=reset)
     out = agent.send(server, agent.next_request(conversation, step), gone)
+    conversation.server = None
     if out.disconnected and out.pieces:  # a reply had begun, so all of its prompt was computed
-        conversation.set_computed(server, WHOLE_PROMPT)
-    else:
-        conversation.forget_computed()
+        conversation.server, conversation.computed = server, WHOLE_PROMPT
     if step.server < 0.5:
         agent.take_turn(server, conversation, step)
 
@@ -81,7 +76,7 @@ def slow(agent: Agent, server: SoakServer, step: Step) -> None:
     agent.send(
         server, agent.next_request(conversation, step), Disconnect(pieces=pieces, pause=SLOW_S)
     )
-    conversation.forget_computed()
+    conversation.server = None
 
 
 def twice(agent: Agent, server: SoakServer, step: Step) -> None:
@@ -107,7 +102,7 @@ def side(agent: Agent, server: SoakServer, step: Step) -> None:
     shared = [first] if first["role"] == "system" else []
     other = Conversation(conversation.label, shared, sent=1000 + conversation.sent)
     other.messages.append(agent.make_message(other, step, TURN_TOKENS))
-    conversation.count_message()
+    conversation.sent += 1
     agent.take_turn(server, other, step)
 
 
@@ -130,7 +125,6 @@ def fork(agent: Agent, server: SoakServer, step: Step) -> None:
 
 
 def pin(agent: Agent, server: SoakServer, step: Step) -> None:
-    """Name a session, and pin or unpin it."""
     found = agent.find_session(server, agent.pick_conversation(step))
     if found is not None:
         body = {"pinned": step.shape < 0.5, "name": f"{agent.name}-pin"}
@@ -138,7 +132,6 @@ def pin(agent: Agent, server: SoakServer, step: Step) -> None:
 
 
 def remove(agent: Agent, server: SoakServer, step: Step) -> None:
-    """Remove a session and its conversation."""
     conversation = agent.pick_conversation(step)
     found = agent.find_session(server, conversation)
     if found is None:
@@ -170,7 +163,6 @@ def snapshot(agent: Agent, server: SoakServer, step: Step) -> None:
 
 
 def warm(agent: Agent, server: SoakServer, step: Step) -> None:
-    """Warm a system prompt."""
     text = agent.filler.text(
         40 + int(step.size * 200), f"warm {agent.name} {int(step.conversation * 9)}"
     )
@@ -178,7 +170,6 @@ def warm(agent: Agent, server: SoakServer, step: Step) -> None:
 
 
 def wrong(agent: Agent, server: SoakServer, step: Step) -> None:
-    """Send a body that must be refused."""
     bodies = (
         b"{", b"[]", b'{"messages": 3}', b'{"messages": []}', b"\xff\xfe",
         b'{"messages": [{"role": "someone", "content": "x"}]}',
@@ -193,7 +184,6 @@ def wrong(agent: Agent, server: SoakServer, step: Step) -> None:
 
 
 def look(agent: Agent, server: SoakServer, step: Step) -> None:
-    """Get one of the pages that monitoring reads."""
     paths = ("/v1/sessions", "/v1/requests?limit=50", "/v1/cache", "/metrics", "/v1/models")
     path = paths[int(step.moment * len(paths))]
     agent.call(server, "GET", path, refused=(404,))

@@ -46,7 +46,6 @@ class Request:
     stream: bool = True
 
     def encoded(self) -> tuple[str, bytes]:
-        """Return the path and the encoded body."""
         messages: Any = list(self.messages)
         body: dict[str, Any] = {
             "model": "soak", "max_tokens": self.tokens, "temperature": 0, "stream": self.stream,
@@ -85,14 +84,7 @@ class Outcome:
 
     @property
     def complete(self) -> bool:
-        """True if the reply came to its end."""
         return self.status == 200 and self.finish is not None and not self.error
-
-    def begin(self, response: http.client.HTTPResponse) -> None:
-        """Take status and headers of the response."""
-        self.status = response.status
-        self.retry_after = response.headers.get("Retry-After")
-        self.request_id = response.headers.get("X-Mlxcache-Request")
 
     def add_body(self, body: bytes, *, is_reply: bool) -> None:
         """Add a body that is not streamed; `is_reply`: that of a chat request."""
@@ -103,7 +95,6 @@ class Outcome:
             self._add_reply(json.loads(body))
 
     def add_event(self, event: dict[str, Any]) -> None:
-        """Add one event of a stream of chat completions or of Anthropic's messages."""
         if event.get("error"):
             self.error = json.dumps(event["error"])
             return
@@ -114,21 +105,6 @@ class Outcome:
         delta = event.get("delta") or {}
         self._add_text(delta.get("text"))
         self.finish = delta.get("stop_reason") or self.finish
-
-    def disconnect(self) -> None:
-        """Note that the client disconnects on purpose."""
-        self.disconnected = True
-
-    def fail(self, error: Exception, *, timed_out: bool) -> None:
-        """Note that the connection failed, or that the reply took too long."""
-        self.timed_out = timed_out
-        if not timed_out:
-            self.status = 0
-        self.error = f"{type(error).__name__}: {error}"
-
-    def end(self, seconds: float) -> None:
-        """Note the duration of the request."""
-        self.seconds = seconds
 
     def _add_reply(self, reply: dict[str, Any]) -> None:
         self._add_usage(reply["usage"])
@@ -160,48 +136,43 @@ class _TooSlow(Exception):
 
 
 def ask(port: int, request: Request, disconnect: Disconnect | None = None) -> Outcome:
-    """Send a chat request and read its reply, until its end or the client's disconnection."""
     path, body = request.encoded()
-    http_request = _HttpRequest("POST", path, body, {"X-Session-Id": request.label})
-    return _send(port, http_request, disconnect or Disconnect(), request)
+    sent = ("POST", path, body, {"X-Session-Id": request.label})
+    return _send(port, sent, disconnect or Disconnect(), request)
 
 
 def call(port: int, method: str, path: str, body: bytes | None = None) -> Outcome:
     """Send a request about sessions or the cache; the response is in `Outcome.body`."""
-    return _send(port, _HttpRequest(method, path, body), Disconnect(), None)
-
-
-@dataclass(frozen=True, slots=True)
-class _HttpRequest:
-    method: str
-    path: str
-    body: bytes | None
-    headers: Mapping[str, str] = field(default_factory=dict)
+    return _send(port, (method, path, body, {}), Disconnect(), None)
 
 
 def _send(
-    port: int, http_request: _HttpRequest, disconnect: Disconnect, request: Request | None
+    port: int,
+    sent: tuple[str, str, bytes | None, Mapping[str, str]],
+    disconnect: Disconnect,
+    request: Request | None,
 ) -> Outcome:
     out, began = Outcome(), time.monotonic()
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SILENT_S)
-    headers = {"Content-Type": "application/json", "Connection": "close", **http_request.headers}
+    method, path, body, more = sent
+    headers = {"Content-Type": "application/json", "Connection": "close", **more}
     try:
-        connection.request(http_request.method, http_request.path, http_request.body, headers)
+        connection.request(method, path, body, headers)
         sock = connection.sock  # the connection drops it when the response takes it over
         if disconnect.seconds is not None:
             select.select([sock], [], [], disconnect.seconds)
-            out.disconnect()
+            out.disconnected = True
         else:
             _read(connection.getresponse(), request, disconnect, out, began)
         if out.disconnected and disconnect.reset:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
-    except (TimeoutError, _TooSlow) as error:
-        out.fail(error, timed_out=True)
-    except (OSError, http.client.HTTPException, ValueError) as error:
-        out.fail(error, timed_out=False)
+    except (OSError, http.client.HTTPException, ValueError, _TooSlow) as error:
+        out.timed_out = isinstance(error, TimeoutError | _TooSlow)
+        out.status = out.status if out.timed_out else 0
+        out.error = f"{type(error).__name__}: {error}"
     finally:
         connection.close()
-    out.end(time.monotonic() - began)
+    out.seconds = time.monotonic() - began
     return out
 
 
@@ -212,7 +183,9 @@ def _read(
     out: Outcome,
     began: float,
 ) -> None:
-    out.begin(response)
+    out.status = response.status
+    out.retry_after = response.headers.get("Retry-After")
+    out.request_id = response.headers.get("X-Mlxcache-Request")
     if request is None or response.status != 200 or not request.stream:
         out.add_body(response.read(), is_reply=request is not None)
         return
@@ -221,7 +194,7 @@ def _read(
         if time.monotonic() - began > LONGEST_S:
             raise _TooSlow(f"not over after {LONGEST_S:.0f} s, {out.pieces} pieces came")
         if disconnect.pieces is not None and out.pieces >= disconnect.pieces:
-            out.disconnect()
+            out.disconnected = True
             return
         if disconnect.pause:
             time.sleep(disconnect.pause)

@@ -1,4 +1,4 @@
-"""Everything that a scenario needs: the model, lengths, time left, and servers to start."""
+"""Everything that a scenario of `prove` needs: model, lengths, time left, and servers to start."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -19,9 +19,9 @@ from typing import Any
 import psutil
 
 from mlxcache.bench.client import Client
+from mlxcache.bench.findings import Findings
 from mlxcache.bench.process import Launch, Lives, OwnTime, measuring, mlx_lm_server, ours
-from mlxcache.bench.prove.report import Findings
-from mlxcache.bench.text import Filler
+from mlxcache.bench.scenarios import Filler
 from mlxcache.errors import ModelError
 
 WORKING_BYTES = 1_500_000_000
@@ -33,14 +33,10 @@ DISK_FACTOR = 1.3
 
 START_S = 300.0
 LEAST_WAIT_S = 60.0
-"""Minimum timeout of a client in seconds. The time limit of the run may end a scenario earlier."""
+"""Minimum timeout of a client in seconds; else it is the time that the run has left."""
 
 SETTLED_S, PATIENCE_S = 0.3, 60.0
 """Seconds to wait after a server has written everything, and the maximum wait for that."""
-
-
-class NotApplicable(Exception):
-    """Error raised if a scenario cannot run on this system or model. The text says why."""
 
 
 class TimeUp(Exception):
@@ -217,34 +213,21 @@ class Context:
             self.found.not_run.append(f"{what}: about {seconds:.0f} s needed, {left_s:.0f} s left")
         return seconds <= left_s
 
-    def client(self, lives: Lives) -> Client:
-        """Return a client of the server of `lives`, whose timeout is the time left of the run."""
-        return replace(lives.client, timeout=max(LEAST_WAIT_S, self.clock.left_s))
-
     @contextlib.contextmanager
     def serving(self, *extra: str, **variables: str) -> Iterator[Lives]:
         """Yield an mlxcache server with a new cache folder, started when first used."""
-        with ExitStack() as stack:
-            cache = Path(tempfile.mkdtemp(prefix="cache-", dir=self.folder))
-            stack.callback(shutil.rmtree, cache, ignore_errors=True)
-            yield self._lives(replace(ours(cache, *extra), variables=variables), stack)
+        where = {"prefix": "cache-", "dir": self.folder, "ignore_cleanup_errors": True}
+        with tempfile.TemporaryDirectory(**where) as cache:  # type: ignore[call-overload]
+            launch = replace(ours(Path(cache), *extra), variables=variables)
+            with self._lives(launch) as lives:
+                yield lives
 
-    @contextlib.contextmanager
-    def theirs(self) -> Iterator[Lives]:
-        with ExitStack() as stack:
-            yield self._lives(mlx_lm_server(), stack)
+    def theirs(self) -> Lives:
+        return self._lives(mlx_lm_server())
 
-    def _lives(self, launch: Launch, stack: ExitStack) -> Lives:
-        lives = Lives(launch, self.subject.path, self.folder, START_S)
-        stack.callback(lives.end)
-        return lives
+    def own_time(self) -> AbstractContextManager[OwnTime]:
+        return measuring(self.subject.path, self.folder)
 
-    @contextlib.contextmanager
-    def own_time(self) -> Iterator[OwnTime]:
-        """Yield a process that measures mlx-lm without a server. Raises NotApplicable."""
-        with measuring(self.subject.path, self.folder) as own:
-            if own is None:
-                raise NotApplicable(
-                    "mlx-lm cannot trim this model's cache, which measuring it needs"
-                )
-            yield own
+    def _lives(self, launch: Launch) -> Lives:
+        timeout = max(LEAST_WAIT_S, self.clock.left_s)
+        return Lives(launch, self.subject.path, self.folder, START_S, timeout)

@@ -20,13 +20,19 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from mlxcache.bench.checks import Check
-from mlxcache.bench.prove import report
-from mlxcache.bench.prove.command import LastingConsole, steps, why_failed
-from mlxcache.bench.prove.context import QUICK
-from mlxcache.bench.prove.machine import private_strings
-from mlxcache.bench.prove.report import Findings
-from mlxcache.bench.prove.run import IF_NAMED, SCENARIOS, Options, Proof
+from mlxcache.bench import findings
+from mlxcache.bench.context import QUICK
+from mlxcache.bench.findings import Check, Findings
+from mlxcache.bench.machine import private_strings
+from mlxcache.bench.prove import (
+    IF_NAMED,
+    SCENARIOS,
+    LastingConsole,
+    Options,
+    Proof,
+    steps,
+    why_failed,
+)
 from mlxcache.cli.main import app
 from tests.toys.toy import make_toy
 
@@ -137,7 +143,7 @@ def invoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *args: str, fails: b
 
     def play(proof: Proof) -> None:
         found = Findings("growth", "m", "failed" if fails else "done")
-        found.hold([Check("never", 2.0, 1.0)])
+        found.hold("never", 2.0, 1.0)
         proof.found.append(found)
 
     monkeypatch.setattr(Proof, "play", play)
@@ -184,7 +190,7 @@ def test_a_report_that_cannot_be_written_is_shown(tmp_path, monkeypatch) -> None
     def refuse(*_: object) -> Path:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(report, "write", refuse)
+    monkeypatch.setattr(findings, "write", refuse)
     monkeypatch.setattr(Proof, "play", lambda proof: proof.found.append(Findings("growth", "m")))
     done = CliRunner().invoke(app, ["prove", "--out", str(tmp_path / "r.md")])
     assert done.exit_code == 1

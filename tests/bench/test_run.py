@@ -13,18 +13,17 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from mlxcache.bench.prove import run
-from mlxcache.bench.prove.context import (
+from mlxcache.bench import prove as run
+from mlxcache.bench.context import (
     QUICK,
     Clock,
     Context,
-    NotApplicable,
     Subject,
     TimeUp,
     read_config,
 )
-from mlxcache.bench.prove.report import Findings
-from mlxcache.bench.prove.run import (
+from mlxcache.bench.findings import Findings, NotApplicable
+from mlxcache.bench.prove import (
     Options,
     Proof,
     children,

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
+from mlxcache.bench import context as module
+from mlxcache.bench import outside
 from mlxcache.bench.client import Refused, Reply
+from mlxcache.bench.context import Clock, Context, Scale, Subject
+from mlxcache.bench.findings import Findings, NotApplicable
 from mlxcache.bench.process import OURS, THEIRS
-from mlxcache.bench.prove import context as module
-from mlxcache.bench.prove import outside
-from mlxcache.bench.prove.context import Clock, Context, NotApplicable, Scale, Subject
-from mlxcache.bench.prove.report import Findings
 from mlxcache.command_buffers import LARGE, OWN
 
 SCALE = Scale(
@@ -38,10 +38,6 @@ class Server:
     forgets: bool = False
     log: list[str] = field(default_factory=list)
     known: int = 0
-
-    @property
-    def server(self) -> Server:
-        return self
 
     @property
     def client(self) -> Server:
@@ -100,9 +96,6 @@ class Played(Context):
 
     def theirs(self) -> Any:
         return self._one(THEIRS)
-
-    def client(self, lives: Any) -> Any:
-        return lives.server
 
     @contextmanager
     def own_time(self) -> Iterator[Any]:

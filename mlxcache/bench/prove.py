@@ -1,40 +1,58 @@
-"""One run of `mlxcache prove`: make or load models, and run scenarios within the time limit."""
+"""The command `mlxcache prove`: measure mlxcache and mlx-lm, and write one report.
+
+Each scenario starts the processes that it needs and writes its figures into `Findings`, so that
+figures taken before a failure are kept. The report contains nothing that identifies the machine or
+its user.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import mlx.core as mx
 import psutil
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.text import Text
 
-from mlxcache.bench.process import run_to_end, tail
-from mlxcache.bench.prove import outside
-from mlxcache.bench.prove.context import (
+from mlxcache.bench import findings, outside
+from mlxcache.bench.command import check_names, scratch
+from mlxcache.bench.context import (
+    FULL,
+    QUICK,
     Clock,
     Context,
-    NotApplicable,
     Scale,
     Subject,
     TimeUp,
     read_config,
     usable_bytes,
 )
-from mlxcache.bench.prove.machine import device_info, private_strings, scrub
-from mlxcache.bench.prove.report import Findings
-from mlxcache.errors import ModelError
-from mlxcache.model.random_model import Weights, make_random
+from mlxcache.bench.findings import Findings, NotApplicable
+from mlxcache.bench.machine import describe_machine, device_info, private_strings, scrub
+from mlxcache.bench.process import run_to_end, tail
+from mlxcache.bench.report import wide_console
+from mlxcache.errors import MlxcacheError, ModelError
+from mlxcache.model.random_model import SIZES, WEIGHTS, Weights, make_random
 from mlxcache.typed import convert
+
+# -- one run ---------------------------------------------------------------------------------------
 
 Scenario = Callable[[Context], None]
 T = TypeVar("T")
+OnText = Callable[[str], None]
 
 CONTEXT_SHARE = 0.75
 """Maximum share of the model's context for a prefix; the rest is left for replies."""
@@ -54,10 +72,7 @@ def in_child(name: str) -> Scenario:
         context.on_step("an engine of its own")
         model, folder = str(context.subject.path), str(context.folder / f"within-{name}")
         options = {"model": model, "folder": folder, "scale": asdict(scale)}
-        value = _ask_child(name, options, context.folder)
-        if value["status"] == "not applicable":
-            raise NotApplicable(value["error"])
-        context.found.merge(convert(Findings, value))
+        context.found.merge(convert(Findings, _ask_child(name, options, context.folder)))
 
     return play
 
@@ -75,7 +90,7 @@ def load_in_child(model: str, folder: Path) -> Path:
 
 def _ask_child(name: str, options: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     log = folder / f"within-{name}.log"
-    module = "mlxcache.bench.prove.within"
+    module = "mlxcache.bench.within"
     status, printed = run_to_end([sys.executable, "-m", module, name, json.dumps(options)], log)
     if status or not printed:
         raise ChildFailed(f"{name} ended with status {status}\n{tail(log, 12)}".rstrip())
@@ -318,3 +333,177 @@ def _scrub(found: Findings, private: Sequence[str]) -> None:
     found.unchecked = [replace(one, why=scrub(one.why, private)) for one in found.unchecked]
     for texts in (found.notes, found.not_run):
         texts[:] = [scrub(one, private) for one in texts]
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+DEFAULT_SIZE, QUICK_SIZE = "0.6b", "tiny"
+
+Model = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PATH|HUB_ID",
+        help="Model to measure. Default: a generated one with random weights.",
+    ),
+]
+Size = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help=f"Shape of the generated model: {', '.join(SIZES)}. "
+        f"Default: {DEFAULT_SIZE}, with --quick {QUICK_SIZE}.",
+    ),
+]
+WeightsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--weights",
+        metavar="|".join(WEIGHTS),
+        help="Weights of the generated model. Default: one model of each.",
+    ),
+]
+Only = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME",
+        help=f"One of {', '.join(SCENARIOS)}. Repeatable; default: all but {', '.join(IF_NAMED)}.",
+    ),
+]
+Quick = Annotated[
+    bool,
+    typer.Option(
+        "--quick", help="Use short prompts and replies, for which bounds are not checked."
+    ),
+]
+Minutes = Annotated[
+    float,
+    typer.Option(
+        metavar="N",
+        min=0.1,
+        help="Time limit of the whole run, including making or loading models.",
+    ),
+]
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        "--out",
+        metavar="FILE",
+        help="The report; its figures are in a .json file of the same name. Both are overwritten. "
+        "Default: mlxcache-proof-DATE-TIME.md.",
+    ),
+]
+Strict = Annotated[
+    bool,
+    typer.Option("--assert", help="Also exit with 1 if a bound failed or none was checked."),
+]
+
+
+def prove(
+    *,
+    model: Model = None,
+    size: Size = None,
+    weights: WeightsOption = None,
+    only: Only = None,
+    quick: Quick = False,
+    minutes: Minutes = 30.0,
+    out: Out = None,
+    strict: Strict = False,
+) -> None:
+    """Measure mlxcache and mlx-lm on this machine, and write one report that can be published.
+
+    Exit status 1: a scenario failed, the run was interrupted, nothing was measured, or the report
+    could not be written; with --assert also if a figure is outside its bound, or no bound was
+    checked. Exit status 2: wrong usage, or a model that cannot be loaded.
+    """
+    usual = [name for name in SCENARIOS if name not in IF_NAMED]
+    check_names(only or (), list(SCENARIOS))
+    size = size or (QUICK_SIZE if quick else DEFAULT_SIZE)
+    check_names([size], list(SIZES))
+    chosen: tuple[Weights, ...] = tuple(one for one in WEIGHTS if weights in (None, one))
+    if not chosen:
+        raise typer.BadParameter(f"--weights {weights}: not one of {', '.join(WEIGHTS)}")
+    began, load = datetime.now(UTC), _load_average()
+    out = out or Path(f"mlxcache-proof-{began.astimezone():%Y%m%d-%H%M%S}.md")
+    _check_out(out)
+    scale = QUICK if quick else FULL
+    console, errors = wide_console(), LastingConsole(stderr=True, highlight=False, soft_wrap=True)
+    with scratch() as folder, steps(console, errors) as (on_step, on_begin):
+        options = Options(model, size, chosen, only or usual, scale, minutes, out)
+        proof = Proof(options, folder, on_step, on_begin)
+        try:
+            proof.play()
+        except (MlxcacheError, OSError, ValueError) as error:
+            errors.print(Text.assemble(("Error: ", "bold red"), str(error)))
+            sys.exit(2)
+    run = {
+        "date": began.isoformat(timespec="seconds"),
+        "lengths": "quick" if quick else "full",
+        "minutes": minutes,
+        "load average before": load,
+        "load average after": _load_average(),
+    }
+    machine = describe_machine()
+    markdown = findings.as_markdown(machine, run, proof.found)
+    failure: OSError | None = None
+    try:  # before it is shown: the terminal may be closed
+        beside = findings.write(out, markdown, findings.as_json(machine, run, proof.found))
+        written = f"Written: {out} and {beside}."
+    except OSError as error:
+        failure, written = error, f"Not written: {error}. The report is above."
+    console.print(markdown, markup=False, highlight=False, soft_wrap=True)
+    console.print(written, style="red" if failure else "", markup=False, soft_wrap=True)
+    if failure is not None:
+        sys.exit(1)
+    if why := why_failed(proof, strict=strict):
+        errors.print(f"Exit status 1: {why}.", markup=False)
+        sys.exit(1)
+
+
+class LastingConsole(Console):
+    """Console that stops printing if its terminal or pipe closes, instead of exiting."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+
+
+def why_failed(proof: Proof, *, strict: bool) -> str | None:
+    checks = [check for found in proof.found for check in found.checks]
+    if proof.interrupted is not None:
+        return proof.interrupted
+    if any(found.status == "failed" for found in proof.found):
+        return "a scenario failed"
+    if not any(found.status == "done" or found.tables for found in proof.found):
+        return "nothing was measured"
+    if strict and not checks:
+        return "no bound was checked"
+    if strict and not all(check.ok for check in checks):
+        return "a bound failed"
+    return None
+
+
+@contextmanager
+def steps(console: Console, errors: Console) -> Iterator[tuple[OnText, OnText]]:
+    """Yield `on_step` and `on_begin` of `Proof`: a status on a terminal, else lines."""
+    if not console.is_terminal:
+
+        def on_begin(line: str) -> None:
+            with suppress(OSError):  # a measurement does not end with the terminal that it began in
+                errors.print(line, markup=False)
+
+        yield lambda _: None, on_begin
+        return
+    with console.status("preparing") as status:
+        yield lambda step: status.update(escape(step)), lambda _: None
+
+
+def _check_out(out: Path) -> None:
+    """Raise BadParameter if the report could not be written to `out` after the measurements."""
+    if out.suffix == ".json" or not out.parent.is_dir():
+        raise typer.BadParameter(f"--out {out}: not a Markdown file in a folder that exists")
+    for one in (out, out.with_suffix(".json") if out.name else out):
+        if one.is_dir() or not os.access(one if one.exists() else one.parent, os.W_OK):
+            raise typer.BadParameter(f"--out {out}: {one} cannot be written")
+
+
+def _load_average() -> str:
+    return ", ".join(f"{load:.1f}" for load in os.getloadavg())

@@ -8,22 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from mlxcache.bench.inside import NotPlain
-from mlxcache.bench.prove.context import QUICK
-from mlxcache.bench.prove.equality import (
+from mlxcache.bench.context import QUICK
+from mlxcache.bench.equality import (
     AGAIN,
     COSTS,
     NEW,
     SAME,
     SPEED,
     Unequal,
-    first_difference,
     speculation,
 )
-from mlxcache.bench.prove.report import Findings
+from mlxcache.bench.findings import Findings, NotApplicable
 from mlxcache.model import kv
 from mlxcache.model.random_model import make_random
-from mlxcache.types import TokenLogprob
 from tests.conftest import ToyMaker
 
 SCALE = replace(QUICK, equal=(60,), reply=24, decode=(60,))
@@ -62,12 +59,5 @@ def test_a_text_that_guesses_change_is_a_fault(
 def test_a_model_that_cannot_guess_is_left_out(toy: ToyMaker, tmp_path: Path) -> None:
     """Its cache is in chunks."""
     found = Findings("speculation", "")
-    with pytest.raises(NotPlain, match="nothing is guessed"):
+    with pytest.raises(NotApplicable, match="nothing is guessed"):
         asyncio.run(speculation(toy("llama4"), tmp_path / "cache", SCALE, found))
-
-
-def test_the_first_difference_is_found() -> None:
-    """None if one text is the beginning of the other."""
-    text = [TokenLogprob("", token, 0.0) for token in (4, 5, 6)]
-    assert first_difference(text, text[:2]) is None
-    assert first_difference(text, [*text[:1], text[2]]) == 1

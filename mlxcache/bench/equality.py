@@ -7,17 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from statistics import median
 
 import numpy as np
 
-from mlxcache.bench.checks import Check
+from mlxcache.bench.context import Scale
 from mlxcache.bench.device_faults import ERRORS, FailingDevice, failing
-from mlxcache.bench.inside import GREEDY, Inside, NotPlain, drained, running_inside
-from mlxcache.bench.prove.context import Scale
-from mlxcache.bench.prove.report import Findings
+from mlxcache.bench.findings import Findings, NotApplicable
+from mlxcache.bench.inside import GREEDY, Inside, drained, running_inside
 from mlxcache.engine.runtime import ModelRuntime
 from mlxcache.errors import GenerationFailed
 from mlxcache.guess.rule import LENGTHS, PassCosts
@@ -62,8 +60,8 @@ def random_ids(count: int, seed: int) -> Tokens:
     return token_ids(np.random.default_rng(seed).integers(0, TOKEN_IDS, count, np.int32))
 
 
-def compare(right: Said, other: Said, tolerance: float) -> tuple[float, bool]:
-    """Return the largest difference of log-probabilities between replies, and True if they agree.
+def compare(right: Said, other: Said, tolerance: float) -> tuple[float, bool, bool]:
+    """Return the largest difference of log-probabilities, and whether two replies agree and part.
 
     They agree if their tokens are equal, or first differ where the two likeliest of `right` are at
     most `tolerance` apart. Nothing after that place is compared, because the contexts differ.
@@ -74,9 +72,8 @@ def compare(right: Said, other: Said, tolerance: float) -> tuple[float, bool]:
         both = [abs(logprob - known[id]) for _, id, logprob in mine.top if id in known]
         apart = max([apart, *both])
         if mine.token_id != theirs.token_id:
-            close = mine.top[0][2] - mine.top[1][2] <= tolerance
-            return apart, close
-    return apart, len(right) == len(other)
+            return apart, mine.top[0][2] - mine.top[1][2] <= tolerance, True
+    return apart, len(right) == len(other), False
 
 
 class Comparison:
@@ -85,32 +82,30 @@ class Comparison:
     def __init__(self) -> None:
         self.wrong: list[str] = []
 
-    def add(self, right: Said, other: Said, tolerance: float, what: str) -> float:
-        """Compare one reply, described as `what`; return the difference."""
-        apart, same = compare(right, other, tolerance)
+    def add(self, right: Said, other: Said, tolerance: float, what: str) -> tuple[float, bool]:
+        """Compare one reply, described as `what`; return the difference, and whether they part."""
+        apart, same, parted = compare(right, other, tolerance)
         if apart > tolerance or not same:
             self.wrong.append(f"{what}: {apart:.3f} apart, tolerance {tolerance:.3f}")
-        return apart
+        return apart, parted
 
     def end(self) -> None:
         if self.wrong:
             raise Unequal("; ".join(self.wrong))
 
 
-async def rounding_of(inside: Inside, ids: Tokens) -> float:
-    """Return the largest difference of mlx-lm's log-probabilities between two ways to feed `ids`.
+async def tolerance_of(inside: Inside, ids: Tokens) -> tuple[float, float]:
+    """Return mlx-lm's own rounding, and the difference that is tolerated because of it.
 
-    The second has one more cut between two passes, so that the difference is due to rounding.
+    The rounding is the largest difference of its log-probabilities between two ways to feed `ids`,
+    of which the second has one more cut between two passes.
     """
-    return await inside.engine.call(partial(_noise, ids))
 
+    def noise(runtime: ModelRuntime) -> float:
+        return rounding(runtime.loaded.model, ids, len(ids) - TAIL)
 
-def _noise(ids: Tokens, runtime: ModelRuntime) -> float:
-    return rounding(runtime.loaded.model, ids, len(ids) - TAIL)
-
-
-def tolerance_for(noise: float) -> float:
-    return max(LEAST_TOLERANCE, TOLERANCE * noise)
+    found = await inside.engine.call(noise)
+    return found, max(LEAST_TOLERANCE, TOLERANCE * found)
 
 
 async def hear(inside: Inside, ids: Tokens) -> tuple[Said, Finished]:
@@ -120,26 +115,26 @@ async def hear(inside: Inside, ids: Tokens) -> tuple[Said, Finished]:
 # -- from the cache --------------------------------------------------------------------------------
 
 
-async def matrix(inside: Inside, scale: Scale, found: Findings) -> None:
+async def equality(model: Path, folder: Path, scale: Scale, found: Findings) -> None:
     """Compare replies that use the cache in three ways with the cold reply to the same prompt.
 
     Raises Unequal at the end if a reply differs, and at once if it reused no tokens.
     """
     compared = Comparison()
-    for length in scale.equal:
-        ids = random_ids(length + TAIL, seed=length)
-        noise = await rounding_of(inside, ids)
-        tolerance = tolerance_for(noise)
-        row = f"{length:,} tokens"
-        found.add(TITLE, row, "mlx-lm's own rounding", "", noise)
-        found.add(TITLE, row, "tolerance", "", tolerance)
-        await inside.clear()
-        cold, _ = await hear(inside, ids)
-        for way in (WARM, BESIDE, RESTORED):
-            said, last = await _after(inside, ids, way)
-            if not last.cached_tokens or (way == RESTORED and not last.restored_tokens):
-                raise Unequal(f"{way}: no token of {last.prompt_tokens} was reused")
-            found.add(TITLE, row, way, "", compared.add(cold, said, tolerance, f"{way} at {row}"))
+    async with running_inside(model, folder, "auto") as inside:
+        for length in scale.equal:
+            ids, row = random_ids(length + TAIL, seed=length), f"{length:,} tokens"
+            noise, tolerance = await tolerance_of(inside, ids)
+            found.add(TITLE, row, "mlx-lm's own rounding", "", noise)
+            found.add(TITLE, row, "tolerance", "", tolerance)
+            await inside.clear()
+            cold, _ = await hear(inside, ids)
+            for way in (WARM, BESIDE, RESTORED):
+                said, last = await _after(inside, ids, way)
+                if not last.cached_tokens or (way == RESTORED and not last.restored_tokens):
+                    raise Unequal(f"{way}: no token of {last.prompt_tokens} was reused")
+                apart, _ = compared.add(cold, said, tolerance, f"{way} at {row}")
+                found.add(TITLE, row, way, "", apart)
     compared.end()
 
 
@@ -189,19 +184,19 @@ async def device_error(model: Path, folder: Path, scale: Scale, found: Findings)
         except GenerationFailed:
             failed += 1
         else:
-            apart.append(compared.add(right, said, tolerance, what))
+            apart.append(compared.add(right, said, tolerance, what)[0])
 
     with failing(on):
         async with running_inside(model, folder, "auto", watched) as inside:
             ids = random_ids(PROMPT, seed=5)
             more = join_ids(ids, ids[:MORE])
-            tolerance = tolerance_for(await rounding_of(inside, more))
+            _, tolerance = await tolerance_of(inside, more)
             await inside.clear()
             cold_more, _ = await hear(inside, more)
             before = on.evaluations
             await inside.clear()
             cold, _ = await hear(inside, ids)
-            for at in _spread(on.evaluations - before, 4 * scale.runs):
+            for at in spread(on.evaluations - before, 4 * scale.runs):
                 await inside.clear()
                 failures = on.failures
                 picked.add(on.evaluations + at)
@@ -225,7 +220,7 @@ async def device_error(model: Path, folder: Path, scale: Scale, found: Findings)
     compared.end()
 
 
-def _spread(last: int, count: int) -> Sequence[int]:
+def spread(last: int, count: int) -> Sequence[int]:
     return sorted({int(one) for one in np.linspace(1, max(1, last), count)})
 
 
@@ -253,13 +248,13 @@ def free_costs() -> PassCosts:
 async def speculation(model: Path, folder: Path, scale: Scale, found: Findings) -> None:
     """Measure costs of passes, check that guesses change no text, and measure their speed.
 
-    Raises Unequal at the end if a reply differs or if no guess was right, and NotPlain if the
-    model's cache cannot be rewound.
+    Raises Unequal at the end if a reply differs or if no guess was right, and NotApplicable if
+    the model's cache cannot be rewound.
     """
     async with running_inside(model, folder, "auto", speculate="auto") as inside:
         guesses = inside.core.speculation
         if not isinstance(guesses, Conversations):
-            raise NotPlain("this model's cache cannot be rewound: nothing is guessed")
+            raise NotApplicable("this model's cache cannot be rewound: nothing is guessed")
         costs = guesses.costs
         for cached in (PASSES_NEAR, PASSES_FAR):
             row = f"after {cached:,} tokens"
@@ -269,10 +264,11 @@ async def speculation(model: Path, folder: Path, scale: Scale, found: Findings) 
         compared = await _compare_guessed(inside, guesses, scale, found)
         for run in range(scale.runs):
             await _measure_speed(inside, scale, run, found)
-    ratio = found.figure(SPEED, NEW, "by that without guesses")
-    assert ratio is not None
-    check = Check("new text with guesses, by its speed without", ratio.median, LEAST, least=True)
-    found.hold([check], why_not="a quick run's replies are too short" if scale.quick else None)
+    ratio = found.tables[SPEED][NEW]["by that without guesses"].median
+    short = "a quick run's replies are too short" if scale.quick else None
+    found.hold(
+        "new text with guesses, by its speed without", ratio, LEAST, least=True, why_not=short
+    )
     compared.end()
 
 
@@ -288,7 +284,7 @@ async def _compare_guessed(
     measured, tokens, compared = guesses.costs, scale.reply, Comparison()
     for length in scale.equal:
         ids, row = random_ids(length, seed=length), f"{length:,} tokens"
-        tolerance = tolerance_for(await rounding_of(inside, ids))
+        _, tolerance = await tolerance_of(inside, ids)
         plain, _ = await _reply(inside, ids, tokens, guess=False, top=True)
         # most tokens drawn, but not all, are the likeliest ones
         margin = median(one.top[0][2] - one.top[1][2] for one in plain)
@@ -301,8 +297,7 @@ async def _compare_guessed(
         await inside.engine.call(lambda _: guesses.set_costs(measured))
         found.add(SAME, row, "tolerance", "", tolerance)
         for name, (said, record) in zip(("first reply", "same reply again"), replies, strict=True):
-            apart = compared.add(plain, said, tolerance, f"{name} at {row}")
-            ties = first_difference(plain, said) is not None
+            apart, ties = compared.add(plain, said, tolerance, f"{name} at {row}")
             found.add(SAME, row, f"{name}: apart", "", apart)
             found.add(SAME, row, f"{name}: parted at a tie", "", float(ties))
             found.add(SAME, row, f"{name}: guessed", "tokens", record.drafted_tokens)
@@ -310,12 +305,6 @@ async def _compare_guessed(
         if not record.accepted_tokens:
             compared.wrong.append(f"{row}: no guess was right, so the comparison proves nothing")
     return compared
-
-
-def first_difference(one: Said, other: Said) -> int | None:
-    """Return the index of the first token that differs; None if one reply begins the other."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((i for i, (mine, theirs) in pairs if mine.token_id != theirs.token_id), None)
 
 
 async def _measure_speed(inside: Inside, scale: Scale, run: int, found: Findings) -> None:

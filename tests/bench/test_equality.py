@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from mlxcache.bench.inside import Inside, running_inside
-from mlxcache.bench.prove import equality
-from mlxcache.bench.prove.context import QUICK
-from mlxcache.bench.prove.equality import BESIDE, RESTORED, WARM, Unequal, compare, matrix
-from mlxcache.bench.prove.report import Findings
+from mlxcache.bench import equality
+from mlxcache.bench.context import QUICK
+from mlxcache.bench.equality import BESIDE, RESTORED, WARM, Unequal, compare
+from mlxcache.bench.findings import Findings
+from mlxcache.bench.inside import Inside
 from mlxcache.model.random_model import make_random
 from mlxcache.types import TokenLogprob, Tokens
 
@@ -27,27 +27,22 @@ COLD = [token(1, (1, -0.5), (2, -1.0)), token(3, (3, -0.1), (4, -3.0))]
 def test_the_largest_difference_of_common_alternatives_counts() -> None:
     """Those that one of the two does not list are not known."""
     same = [token(1, (1, -0.6), (9, -1.1)), token(3, (3, -0.1), (4, -2.7))]
-    apart, equal = compare(COLD, same, 0.125)
-    assert (round(apart, 6), equal) == (0.3, True)
-    assert compare(COLD, COLD[:1], 0.125) == (0.0, False)
+    apart, *rest = compare(COLD, same, 0.125)
+    assert (round(apart, 6), rest) == (0.3, [True, False])
+    assert compare(COLD, COLD[:1], 0.125) == (0.0, False, False)
 
 
 def test_tokens_may_part_only_where_cold_was_undecided() -> None:
     """The first two are 0.5 apart; what follows is another context."""
     parted = [token(2, (2, -0.7), (1, -0.8)), token(8, (8, -9.0), (3, -9.0))]
-    apart, equal = compare(COLD, parted, 0.6)
-    assert (round(apart, 6), equal) == (0.3, True)
+    apart, *rest = compare(COLD, parted, 0.6)
+    assert (round(apart, 6), rest) == (0.3, [True, True])
     assert compare(COLD, parted, 0.4)[1] is False
 
 
 def play(tmp_path: Path) -> Findings:
     model, found = make_random(tmp_path / "model", "tiny"), Findings("equality", "")
-
-    async def run() -> None:
-        async with running_inside(model, tmp_path / "cache", "auto") as inside:
-            await matrix(inside, QUICK, found)
-
-    asyncio.run(run())
+    asyncio.run(equality.equality(model, tmp_path / "cache", QUICK, found))
     return found
 
 

@@ -83,7 +83,7 @@ def _system() -> str:
 
 def _own_version() -> str:
     """Return the version, in a clone with its commit, and `-dirty` if files differ from it."""
-    root = Path(__file__).parents[3]
+    root = Path(__file__).parents[2]
     if not (root / ".git").exists():
         return __version__
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]

@@ -1,4 +1,4 @@
-"""What scenarios found, and the report made of it: Markdown for people, JSON for programs."""
+"""Measured figures, the bounds on them, and the report of `prove`: Markdown, and JSON."""
 
 from __future__ import annotations
 
@@ -9,9 +9,42 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-from mlxcache.bench.checks import Check
-
 Status = Literal["done", "failed", "not run", "not applicable"]
+
+
+def middle(values: Iterable[float | None]) -> float | None:
+    """Return the median of the values that are not None, or None if there are none."""
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
+
+
+def by(mine: float | None, other: float | None) -> float | None:
+    return mine / other if mine is not None and other else None
+
+
+class NotApplicable(Exception):
+    """Error raised if a scenario cannot run on this system or model. The text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A bound on a measured figure: at most `bound`, or at least `bound` if `least` is True.
+
+    `unit` is empty for ratios and counts. `name` is the text to print.
+    """
+
+    name: str
+    measured: float
+    bound: float
+    unit: str = ""
+    least: bool = False
+
+    @property
+    def ok(self) -> bool:
+        return self.measured >= self.bound if self.least else self.measured <= self.bound
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self) | {"ok": self.ok}
 
 
 @dataclass(slots=True)
@@ -65,16 +98,21 @@ class Findings:
             rows = self.tables.setdefault(table, {})
             rows.setdefault(row, {}).setdefault(column, Figure(unit)).samples.extend(values)
 
-    def figure(self, table: str, row: str, column: str) -> Figure | None:
-        return self.tables.get(table, {}).get(row, {}).get(column)
-
-    def hold(self, checks: Iterable[Check], *, why_not: str | None = None) -> None:
-        """Append bounds, unchecked if there is a reason why the figures cannot show them."""
-        for check in checks:
-            if why_not is None:
-                self.checks.append(check)
-            else:
-                self.unchecked.append(Unchecked(why=why_not, **asdict(check)))
+    def hold(
+        self,
+        name: str,
+        measured: float | None,
+        bound: float,
+        *,
+        unit: str = "",
+        least: bool = False,
+        why_not: str | None = None,
+    ) -> None:
+        """Add a bound; `why_not` says why the figure, or the lack of one, cannot show it."""
+        if measured is not None and why_not is None:
+            self.checks.append(Check(name, measured, bound, unit, least))
+        else:
+            self.unchecked.append(Unchecked(name, why_not or "", measured, bound, unit, least))
 
     def as_json(self) -> dict[str, Any]:
         """Return all fields as an object for JSON, with the median of each figure."""
@@ -83,11 +121,12 @@ class Findings:
             for columns in rows.values():
                 for figure in columns.values():
                     figure |= {"median": median(figure["samples"]), "runs": len(figure["samples"])}
-        value["checks"] = [asdict(check) | {"ok": check.ok} for check in self.checks]
+        value["checks"] = [check.as_json() for check in self.checks]
         return value
 
     def merge(self, other: Findings) -> None:
-        """Take over the figures, bounds, notes and omissions of `other`, but not its end."""
+        """Take over everything of `other` but its name, its model and its time."""
+        self.status, self.error = other.status, other.error
         self.tables |= other.tables
         self.checks += other.checks
         self.unchecked += other.unchecked
@@ -153,17 +192,15 @@ def _machine(machine: Mapping[str, Any], run: Mapping[str, Any]) -> Iterator[str
 def _bounds(all: Sequence[Findings]) -> Iterator[str]:
     yield from ("", "## Bounds", "", "| bound | measured | required | |", "|---|---|---|---|")
     for found in all:
-        for check in found.checks:
-            sign = "≥" if check.least else "≤"
-            verdict = "passed" if check.ok else "**failed**"
-            name = f"{check.name} ({found.model})"
-            yield f"| {_cell(name)} | {check.measured:.3g} | {sign} {check.bound:g} | {verdict} |"
-        for one in found.unchecked:
-            sign = "≥" if one.least else "≤"
-            name = f"{one.name} ({found.model})"
+        bounds: list[Check | Unchecked] = [*found.checks, *found.unchecked]
+        for one in bounds:
+            if isinstance(one, Unchecked):
+                verdict = f"not checked: {_cell(one.why)}"
+            else:
+                verdict = "passed" if one.ok else "**failed**"
+            name, sign = _cell(f"{one.name} ({found.model})"), "≥" if one.least else "≤"
             measured = "" if one.measured is None else f"{one.measured:.3g}"
-            why = f"not checked: {_cell(one.why)}"
-            yield f"| {_cell(name)} | {measured} | {sign} {one.bound:g} | {why} |"
+            yield f"| {name} | {measured} | {sign} {one.bound:g} | {verdict} |"
 
 
 def _left_out(all: Sequence[Findings]) -> Iterator[str]:

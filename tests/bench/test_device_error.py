@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from mlxcache.bench import equality as module
+from mlxcache.bench.context import QUICK
 from mlxcache.bench.device_faults import FailingDevice
-from mlxcache.bench.prove import equality as module
-from mlxcache.bench.prove.context import QUICK
-from mlxcache.bench.prove.equality import ERRORS_TITLE, Unequal, device_error
-from mlxcache.bench.prove.report import Findings, Rows
+from mlxcache.bench.equality import ERRORS_TITLE, Unequal, device_error
+from mlxcache.bench.findings import Findings, Rows
 from mlxcache.model.random_model import make_random
 
 
@@ -45,6 +45,6 @@ def test_without_a_failure_nothing_is_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run in which nothing failed must not look like a proof."""
-    monkeypatch.setattr(module, "_spread", lambda *_: [10_000])
+    monkeypatch.setattr(module, "spread", lambda *_: [10_000])
     with pytest.raises(ValueError, match="no evaluation failed"):
         play(tmp_path)

@@ -13,12 +13,11 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from functools import partial
 
-from mlxcache.bench.checks import Check, by, middle
 from mlxcache.bench.client import Client, Messages, Reply
+from mlxcache.bench.context import WORKING_BYTES, Context, settle
+from mlxcache.bench.findings import NotApplicable, by, middle
 from mlxcache.bench.process import OURS, THEIRS, Lives, OwnTime
-from mlxcache.bench.prove.context import WORKING_BYTES, Context, NotApplicable, settle
-from mlxcache.bench.prove.report import Unchecked
-from mlxcache.bench.scenarios import Conversation, Visit, at_once
+from mlxcache.bench.scenarios import Visit, at_once
 from mlxcache.command_buffers import LARGE, OWN
 from mlxcache.config.settings import SETTINGS
 
@@ -67,14 +66,13 @@ def _ours(context: Context, tokens: int) -> float:
         visit = _visit(context, lives, tokens)
         context.on_step(f"{tokens:,} tokens: cold")
         cold = visit.open("main")
-        talk = visit.talk("main")
         _note(context, row, "cold", cold)
         fed: list[tuple[int, int]] = []
         ratios: list[float | None] = []
         for _ in range(context.scale.runs):
             context.on_step(f"{tokens:,} tokens: warm")
             settle(lives.client)
-            reply = talk.ask(visit.words())
+            reply = visit.go_on("main")
             _note(context, row, "warm", reply)
             fed.append((reply.cached_tokens or 0, reply.fed_tokens or 1))
             if own is not None and reply.cached_tokens:
@@ -82,18 +80,16 @@ def _ours(context: Context, tokens: int) -> float:
                 own_s = own.ask(*fed[-1])[0]
                 found.add(TIMES, row, "the model's own", "s", own_s)
                 ratios.append(by(reply.first_s, own_s))
-        _restarts(context, row, lives, talk, visit)
+        _restarts(context, row, lives, visit)
     if own is None:
         ratios = _own_after(context, row, fed)
-    name = f"warm first token at {tokens:,} tokens, by the model's own time"
-    ratio = middle(ratios)
+    ratio, why_not = middle(ratios), None
     if ratio is None:
-        why = "the model's own time was not measured"
-        found.unchecked.append(Unchecked(name, why, None, OWN_TIME))
-    else:
-        short = f"prompts under {BOUND_TOKENS:,} tokens do not show it"
-        check = Check(name, ratio, OWN_TIME)
-        found.hold([check], why_not=short if tokens < BOUND_TOKENS else None)
+        why_not = "the model's own time was not measured"
+    elif tokens < BOUND_TOKENS:
+        why_not = f"prompts under {BOUND_TOKENS:,} tokens do not show it"
+    name = f"warm first token at {tokens:,} tokens, by the model's own time"
+    found.hold(name, ratio, OWN_TIME, why_not=why_not)
     return cold.first_s
 
 
@@ -120,22 +116,18 @@ def _own_after(context: Context, row: str, fed: Sequence[tuple[int, int]]) -> li
         return []
     context.found.notes.append(f"{row}: the model's own time was taken after the server's")
     context.found.add(TIMES, row, "the model's own", "s", *times)
-    warm = context.found.figure(TIMES, row, "warm")
-    assert warm is not None
-    return [by(mine, own) for mine, own in zip(warm.samples, times, strict=True)]
+    warm = context.found.tables[TIMES][row]["warm"].samples
+    return [by(mine, own) for mine, own in zip(warm, times, strict=True)]
 
 
-def _restarts(context: Context, row: str, lives: Lives, talk: Conversation, visit: Visit) -> None:
+def _restarts(context: Context, row: str, lives: Lives, visit: Visit) -> None:
     runs = 1 if visit.tokens >= BOUND_TOKENS else context.scale.runs
-    for column in ("restored", "after kill -9"):
+    ends = {"restored": lambda: lives.stop(STOP_S), "after kill -9": lives.kill}
+    for column, end in ends.items():
         for _ in range(runs):
             context.on_step(f"{visit.tokens:,} tokens: {column}")
-            if column == "restored":
-                lives.stop(STOP_S)
-            else:
-                lives.kill()
-            talk.reconnect(context.client(lives))
-            reply = talk.ask(visit.words())
+            end()
+            reply = visit.go_on("main")
             if not reply.cached_tokens:
                 raise ValueError(f"{row}, {column}: nothing was restored from disk")
             _note(context, row, column, reply)
@@ -148,11 +140,11 @@ def _theirs(context: Context, tokens: int) -> None:
         context.on_step(f"{tokens:,} tokens: {THEIRS}")
         _note(context, row, "cold", visit.open("main"))
         for _ in range(context.scale.runs):
-            _note(context, row, "warm", visit.talk("main").ask(visit.words()))
+            _note(context, row, "warm", visit.go_on("main"))
 
 
 def _visit(context: Context, lives: Lives, tokens: int) -> Visit:
-    return Visit(context.client(lives), context.filler, tokens, REPLY_TOKENS, f"prove/{tokens}")
+    return Visit(lives, context.filler, tokens, REPLY_TOKENS, f"prove/{tokens}")
 
 
 def _note(context: Context, row: str, column: str, reply: Reply) -> None:
@@ -190,21 +182,20 @@ def decode(context: Context) -> None:
 
 
 def _beside_generate(context: Context, tokens: int) -> None:
-    name = f"tokens/s at {tokens:,} tokens, by {GENERATE}'s"
+    why_not = "replies of a quick run are too short" if context.scale.quick else None
+    own: OwnTime | None = None
     with ExitStack() as stack:
         lives = stack.enter_context(context.serving())
-        try:
-            if not context.fits(f"{GENERATE} at {tokens:,} tokens", tokens, processes=2):
-                raise NotApplicable("memory is short for two processes")
-            own = stack.enter_context(context.own_time())
-        except NotApplicable as why:
-            context.found.unchecked.append(Unchecked(name, str(why), None, SHARE, least=True))
-            own = None
+        if not context.fits(f"{GENERATE} at {tokens:,} tokens", tokens, processes=2):
+            why_not = "memory is short for two processes"
+        else:
+            try:
+                own = stack.enter_context(context.own_time())
+            except NotApplicable as why:
+                why_not = str(why)
         ratio = middle(_decode_at(context, tokens, lives, own))
-    if ratio is not None:
-        check = Check(name, ratio, SHARE, least=True)
-        quick = "replies of a quick run are too short" if context.scale.quick else None
-        context.found.hold([check], why_not=quick)
+    name = f"tokens/s at {tokens:,} tokens, by {GENERATE}'s"
+    context.found.hold(name, ratio, SHARE, least=True, why_not=why_not)
 
 
 def _decode_at(
@@ -214,7 +205,7 @@ def _decode_at(
     found, scale = context.found, context.scale
     row = f"{tokens:,} tokens, {lives.name}"
     texts = endless_prompts(context, tokens)
-    client = context.client(lives)
+    client = lives.client
     ratios: list[float | None] = []
     context.on_step(f"{row}: the prompt")
     client.chat(next(texts), 2)  # computes the prefix that all prompts share
@@ -274,7 +265,7 @@ def command_buffers(context: Context) -> None:
     texts = endless_prompts(context, tokens)
     with ExitStack() as stack:
         clients = {
-            column: context.client(stack.enter_context(context.serving(**variables)))
+            column: stack.enter_context(context.serving(**variables)).client
             for column, variables in (("large", LARGE), ("MLX's own", OWN))
         }
         for client in clients.values():
@@ -304,7 +295,7 @@ def prefill(context: Context) -> None:
         for run in range(scale.runs):
             context.on_step("as served")
             text = context.filler.text(scale.prompt, f"prefill/{run}")
-            reply = context.client(lives).chat([{"role": "user", "content": text}], 1)
+            reply = lives.client.chat([{"role": "user", "content": text}], 1)
             if reply.fed_tokens is not None:
                 rate = reply.fed_tokens / reply.first_s
                 found.add(PREFILL, row, f"as {OURS} serves", "tokens/s", rate)
@@ -335,7 +326,7 @@ def churn(context: Context) -> None:
     end_s = min(QUICK_S if scale.quick else LASTING_S, max(0.0, context.clock.left_s - SPARE_S))
     serving = context.serving("--ram", str(budget), "--disk", "off")
     with ThreadPoolExecutor(STREAMS) as pool, serving as lives:  # the server's end ends the streams
-        client, filler = context.client(lives), context.filler
+        client, filler = lives.client, context.filler
         context.on_step(f"two streams for {end_s / 60:.0f} minutes")
         began = time.monotonic()
 
@@ -355,8 +346,8 @@ def churn(context: Context) -> None:
     found.add(CHURN, row, "lasted", "s", time.monotonic() - began)
     found.add(CHURN, row, "replies", "", replies)
     found.add(CHURN, row, "evicted", "", evicted)
-    check = Check("entries evicted", evicted, 1, least=True)
-    found.hold([check], why_not="a quick run is too short" if scale.quick else None)
+    why_not = "a quick run is too short" if scale.quick else None
+    found.hold("entries evicted", evicted, 1, least=True, why_not=why_not)
 
 
 # -- sleep -----------------------------------------------------------------------------------------
@@ -368,10 +359,6 @@ PATIENCE_S = 90.0
 for the next request before it allows sleep."""
 
 AWAKE_PROMPT, AWAKE_REPLY = 2_000, 512
-
-
-class NotHeld(Exception):
-    """Error raised if the Mac could sleep during a request, or was kept awake after it."""
 
 
 def awake(context: Context) -> None:
@@ -392,11 +379,13 @@ def awake(context: Context) -> None:
             time.sleep(POLL_S)
         request.result()
         if not held:
-            raise NotHeld("`pmset -g assertions` showed no caffeinate while a request ran")
+            raise ValueError("`pmset -g assertions` showed no caffeinate while a request ran")
         deadline = time.monotonic() + PATIENCE_S
         while asserting() & held:
             if time.monotonic() > deadline:
-                raise NotHeld(f"the assertion was still held {PATIENCE_S:.0f} s after the request")
+                raise ValueError(
+                    f"the assertion was still held {PATIENCE_S:.0f} s after the request"
+                )
             time.sleep(POLL_S)
     context.found.notes.append(
         "caffeinate held an assertion while a request ran, and ended after it"
@@ -408,5 +397,5 @@ def asserting() -> set[int]:
         ["pmset", "-g", "assertions"], capture_output=True, text=True, check=False, timeout=30
     )
     if done.returncode:
-        raise NotHeld(f"`pmset -g assertions` ended with status {done.returncode}")
+        raise ValueError(f"`pmset -g assertions` ended with status {done.returncode}")
     return {int(found) for found in CAFFEINATE.findall(done.stdout)}

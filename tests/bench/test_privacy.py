@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxcache.bench.prove.machine import (
+from mlxcache.bench.machine import (
     describe_machine,
     device_info,
     private_strings,

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from mlxcache.bench.checks import Check
-from mlxcache.bench.prove import report
-from mlxcache.bench.prove.report import Findings, Unchecked
+from mlxcache.bench import findings as report
+from mlxcache.bench.findings import Findings
 from mlxcache.typed import convert
 
 
@@ -16,9 +15,10 @@ def findings() -> Findings:
     found.add("Decoding", "1,000 tokens, mlxcache", "one reply", "tokens/s", 10.0, 30.0, 20.0)
     found.add("Decoding", "1,000 tokens, mlx_lm.generate", "one reply", "tokens/s", 200.0)
     found.add("Decoding", "1,000 tokens, mlxcache", "8 at once | all", "s", 0.25)
-    found.hold([Check("speed", 0.96, 0.97, least=True), Check("time", 1.05, 1.10)])
-    found.unchecked.append(Unchecked("near", "no memory", None, 0.97, least=True))
-    found.hold([Check("far", 2.0, 1.0)], why_not="too short")
+    found.hold("speed", 0.96, 0.97, least=True)
+    found.hold("time", 1.05, 1.10)
+    found.hold("near", None, 0.97, least=True, why_not="no memory")
+    found.hold("far", 2.0, 1.0, why_not="too short")
     found.not_run.append("100,000 tokens: about 340 s needed, 12 s left")
     return found
 
