@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
@@ -200,7 +200,7 @@ def test_a_stop_within_what_was_accepted_leaves_nothing_behind_it(
     task = bench.put(ids, tokens=50)
     bench.run(until=lambda: task.output is not None)
     assert task.output is not None
-    task.output = replace(task.output, parser=StopsAt(at - len(task.out)))
+    task.output = replace(task.output, parser=cast(Any, StopsAt(at - len(task.out))))
     bench.run()
     assert (finished(task).reason, len(task.out)) == ("stop", at)
     assert bench.kv.tree.tokens == 60 + at

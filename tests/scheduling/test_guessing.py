@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
@@ -191,7 +192,7 @@ def check_end(bench: Bench, rng: np.random.Generator, how: str, end: int) -> Non
     fast.run(until=lambda: task.output is not None)
     assert task.output is not None
     if how == "stop" and len(task.out) < end:
-        task.output = replace(task.output, parser=StopsAt(end - len(task.out)))
+        task.output = replace(task.output, parser=cast(Any, StopsAt(end - len(task.out))))
     elif how == "cancel":
         fast.run(until=lambda: len(task.out) >= end)
         fast.scheduler.cancel(task)
