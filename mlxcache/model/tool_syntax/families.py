@@ -54,6 +54,33 @@ def _arg_tags(prefix: str, *, forced: bool = True) -> Family:
     return Family(reader, CallGrammar(f"<{block}>", f"</{block}>", call) if forced else None)
 
 
+def _tagged(
+    block: tuple[str, str],
+    call_texts: tuple[str, str],
+    value: tuple[str, str],
+    opens: str,
+    *,
+    several: bool = True,
+    **reading: Any,
+) -> Family:
+    """Return the row of a family that writes parameters between tags.
+
+    The texts before and after a tool block, a call and a value; {} is a name. `opens`: the
+    beginning of a parameter's tag. `reading`: the other arguments of `TagSyntax`.
+    """
+    close, end = value[1].strip(), call_texts[1].strip()
+    reader = tags.TagSyntax(close=close, end=end, several=several, **reading)
+    ends = (close, end, block[1].strip(), opens)
+    call = tags.TagGrammar(*call_texts, *value, ends)
+    return Family(reader, CallGrammar(*block, call, between="" if several else None))
+
+
+def _gemma(delimiter: str, opening: str, closing: str, names: str) -> Family:
+    call, pattern = partial(gemma.gemma_call, delimiter), re.compile(names)
+    grammar = CallGrammar(opening, closing, call, apart="", names=pattern)
+    return Family(gemma.GemmaSyntax(delimiter), grammar)
+
+
 _GENERIC_GRAMMAR = CallGrammar(GENERIC_START, GENERIC_END, json_calls.json_call, names=ANY_NAME)
 GENERIC = Family(json_calls.JsonCalls(), _GENERIC_GRAMMAR)
 """Calls that models are told to write if their chat template has no tools."""
@@ -73,26 +100,8 @@ def _mistral(tokenizer: Any) -> CallGrammar:
 
 
 FAMILIES: dict[str, Family] = {
-    "function_gemma": Family(
-        gemma.GemmaSyntax("<escape>"),
-        CallGrammar(
-            "<start_function_call>",
-            "<end_function_call>",
-            partial(gemma.gemma_call, "<escape>"),
-            apart="",
-            names=re.compile(r"\w+"),
-        ),
-    ),
-    "gemma4": Family(
-        gemma.GemmaSyntax('<|"|>'),
-        CallGrammar(
-            "<|tool_call>",
-            "<tool_call|>",
-            partial(gemma.gemma_call, '<|"|>'),
-            apart="",
-            names=re.compile(r"[\w-]+"),
-        ),
-    ),
+    "function_gemma": _gemma("<escape>", "<start_function_call>", "<end_function_call>", r"\w+"),
+    "gemma4": _gemma('<|"|>', "<|tool_call>", "<tool_call|>", r"[\w-]+"),
     "glm47": _arg_tags(""),
     "json_tools": GENERIC,
     "kimi_k2": Family(
@@ -136,25 +145,13 @@ FAMILIES: dict[str, Family] = {
             ),
         ),
     ),
-    "minimax_m2": Family(
-        tags.TagSyntax(
-            call=rf"<invoke name={_CALL}>",
-            parameter=rf"<parameter name={_NAME}>",
-            close="</parameter>",
-            end="</invoke>",
-        ),
-        CallGrammar(
-            "<minimax:tool_call>\n",
-            "</minimax:tool_call>",
-            tags.TagGrammar(
-                '<invoke name="{}">\n',
-                "</invoke>\n",
-                '<parameter name="{}">',
-                "</parameter>\n",
-                ("</parameter>", "</invoke>", "</minimax:tool_call>", "<parameter name="),
-            ),
-            between="",
-        ),
+    "minimax_m2": _tagged(
+        ("<minimax:tool_call>\n", "</minimax:tool_call>"),
+        ('<invoke name="{}">\n', "</invoke>\n"),
+        ('<parameter name="{}">', "</parameter>\n"),
+        "<parameter name=",
+        call=rf"<invoke name={_CALL}>",
+        parameter=rf"<parameter name={_NAME}>",
     ),
     "mistral": Family(
         json_calls.HeadedCalls(
@@ -163,31 +160,14 @@ FAMILIES: dict[str, Family] = {
         ),
         _mistral,
     ),
-    "muse_spark": Family(
-        tags.TagSyntax(
-            call=rf'<atem:invoke\b{_ATTRIBUTES}?\bname="(?P<call>[^"<>]{{1,256}})"{_ATTRIBUTES}>',
-            parameter=(
-                rf'<atem:parameter\b{_ATTRIBUTES}?\bname="(?P<name>[^"<>]{{1,256}})"{_ATTRIBUTES}>'
-            ),
-            close="</atem:parameter>",
-            end="</atem:invoke>",
-        ),
-        CallGrammar(
-            "<atem:function_calls>\n",
-            "</atem:function_calls>",
-            tags.TagGrammar(
-                '<atem:invoke name="{}">\n',
-                "</atem:invoke>\n",
-                '<atem:parameter name="{}">',
-                "</atem:parameter>\n",
-                (
-                    "</atem:parameter>",
-                    "</atem:invoke>",
-                    "</atem:function_calls>",
-                    "<atem:parameter",
-                ),
-            ),
-            between="",
+    "muse_spark": _tagged(
+        ("<atem:function_calls>\n", "</atem:function_calls>"),
+        ('<atem:invoke name="{}">\n', "</atem:invoke>\n"),
+        ('<atem:parameter name="{}">', "</atem:parameter>\n"),
+        "<atem:parameter",
+        call=rf'<atem:invoke\b{_ATTRIBUTES}?\bname="(?P<call>[^"<>]{{1,256}})"{_ATTRIBUTES}>',
+        parameter=(
+            rf'<atem:parameter\b{_ATTRIBUTES}?\bname="(?P<name>[^"<>]{{1,256}})"{_ATTRIBUTES}>'
         ),
     ),
     "pythonic": Family(
@@ -200,26 +180,15 @@ FAMILIES: dict[str, Family] = {
             names=re.compile(r"[A-Za-z_][\w.]*"),
         ),
     ),
-    "qwen3_coder": Family(
-        tags.TagSyntax(
-            call=r"<function=(?P<call>[^<>\n]{1,256})>",
-            parameter=r"<parameter=(?P<name>[^<>\n]{1,256})>",
-            close="</parameter>",
-            end="</function>",
-            several=False,
-            wrap="\n",
-        ),
-        CallGrammar(
-            "<tool_call>\n",
-            "\n</tool_call>",
-            tags.TagGrammar(
-                "<function={}>\n",
-                "</function>",
-                "<parameter={}>\n",
-                "\n</parameter>\n",
-                ("</parameter>", "</function>", "</tool_call>", "<parameter="),
-            ),
-        ),
+    "qwen3_coder": _tagged(
+        ("<tool_call>\n", "\n</tool_call>"),
+        ("<function={}>\n", "</function>"),
+        ("<parameter={}>\n", "\n</parameter>\n"),
+        "<parameter=",
+        call=r"<function=(?P<call>[^<>\n]{1,256})>",
+        parameter=r"<parameter=(?P<name>[^<>\n]{1,256})>",
+        several=False,
+        wrap="\n",
     ),
 }
 
