@@ -11,7 +11,7 @@ from traceback import clear_frames
 
 from mlxcache.config import Settings
 from mlxcache.engine.opening import demo_spec, fetch_model, hash_files
-from mlxcache.model import load
+from mlxcache.model import hub, load
 from mlxcache.model.weights import BaseUse, Weights
 from mlxcache.ranks.rank_zero import RankZero
 from mlxcache.residency.memory import fewest_reserved
@@ -143,7 +143,7 @@ class FirstLoad:
         local = Path(spec.model).expanduser()
         ranks.gather(
             str(local.absolute()) if local.exists() else spec.model,
-            load.resolve(spec.model),
+            hub.resolve(spec.model),
             trust_remote_code=spec.trust_remote_code,
             adapter=spec.adapter,
             kv_bits=self._settings.kv_bits,

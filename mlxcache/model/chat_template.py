@@ -29,19 +29,13 @@ from jinja2.sandbox import (
 )
 from jinja2.utils import _PassArg
 
-RENDER_SECONDS = 30.0
-"""Time limit of one rendering in seconds; a conversation usually takes far less."""
-
-LIMIT = 1 << 24
-"""Most characters that one value may have as text; that is 4 million tokens or more."""
-TOTAL = 2 << 30
-"""Most bytes of all values that one rendering makes, freed or not."""
-SOURCE = 1 << 16
-"""Most characters of a template; those of model families have less than a third."""
+RENDER_SECONDS = 30.0  # a conversation usually takes far less
+LIMIT = 1 << 24  # characters that one value may have as text; that is 4 million tokens or more
+TOTAL = 2 << 30  # bytes of all values that one rendering makes, freed or not
+SOURCE = 1 << 16  # characters of a template; those of model families have less than a third
 _SMALL = 128
 _BITS, _LARGE = 4096, "a number of more than {:,} bits"
-_NUMBER = 100_000
-"""Largest number given to an operation that `_MULTIPLYING` names."""
+_NUMBER = 100_000  # largest number given to an operation that `_MULTIPLYING` names
 
 _MULTIPLYING = frozenset(
     """
@@ -51,9 +45,7 @@ _MULTIPLYING = frozenset(
 )
 """Filters, methods and functions whose result may be as long as the product of what they take."""
 
-_LISTING = ("join", "list")
-"""Those of them that read an iterator to its end."""
-
+_LISTING = ("join", "list")  # those of them that read an iterator to its end
 _WIDTH = re.compile(r"%(?:\([^()]*\))?[-#0+ ]*(\d+)?(?:\.(\d+))?")
 _NESTED_KEY = re.compile(r"%\([^()]*\(")
 _COLLECTIONS: Any = (
@@ -121,7 +113,6 @@ class _Meter:
         return weight
 
     def keep(self, value: Any, weight: int) -> Any:
-        """Return a collection of known weight."""
         require(weight)
         self.spend(64 + 8 * len(value))
         self._known[id(value)] = value, weight

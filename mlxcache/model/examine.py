@@ -45,11 +45,10 @@ Kind = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Layers of a model that cache in the same way.
+    """Layers of a model that cache in the same way; the bytes are those of one layer.
 
     `kinds`: of the slots in one layer, those that are easier to reuse first. `size`: tokens of a
-    window or chunk. `cls`: mlx-lm's cache classes, joined by " + ". The bytes are those of one
-    layer.
+    window or chunk. `cls`: mlx-lm's cache classes.
     """
 
     layers: int
@@ -64,8 +63,8 @@ class Group:
 class Examined:
     """Description, cache layout and groups of layers of a model, from its files.
 
-    `unquantised`, `undrafted`, `unseen`: why its KV cannot be quantised, why it cannot be used with
-    a draft model, why its images are not fed; None if they can, and if it has no vision tower.
+    `unquantised`, `undrafted`, `unseen`: why its KV cannot be quantised, it cannot be used with a
+    draft model, its images are not fed; None if they can, and if it has no vision tower.
     """
 
     info: ModelInfo
@@ -122,7 +121,9 @@ def _outlined(spec: ModelSpec, path: Path, weights: int) -> tuple[nn.Module, Mod
     images = spec.images and spec.adapter is None  # its weights are not here to be looked at
     backend = choose_backend(config, spec.model, images=images)
     model = _made(config, backend, images=images and may_see(config))
-    model.set_dtype(_dtype(config))
+    sections = (config, config.get("text_config") or {})
+    names = (one.get("dtype") or one.get("torch_dtype") for one in sections)
+    model.set_dtype(_DTYPES.get(next(filter(None, names), ""), mx.bfloat16))
     native = native_length(config)
     length = context_length(native, spec.context)
     info = ModelInfo(
@@ -150,12 +151,6 @@ def _made(config: Mapping[str, Any], backend: Backend, *, images: bool) -> nn.Mo
     return model_class(args_class.from_dict(config))
 
 
-def _dtype(config: Mapping[str, Any]) -> mx.Dtype:
-    sections = (config, config.get("text_config") or {})
-    names = (one.get("dtype") or one.get("torch_dtype") for one in sections)
-    return _DTYPES.get(next(filter(None, names), ""), mx.bfloat16)
-
-
 _DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
 
@@ -166,14 +161,10 @@ def groups(model: Any, layout: Layout) -> tuple[Group, ...]:
     model(mx.zeros((1, count), mx.int32), cache=caches)
     counts: Counter[Group] = Counter()
     for cache in caches:
-        if slots := [slot for slot in kv.flatten([cache]) if _holds(slot)]:
+        pairs = [(slot, adapter_of(slot)) for slot in kv.flatten([cache])]
+        if slots := [s for s, a in pairs if not isinstance(a, Sliced) or a.filled(s)]:
             counts[_group(slots)] += 1
     return tuple(replace(group, layers=count) for group, count in counts.items())
-
-
-def _holds(slot: Any) -> bool:
-    adapter = adapter_of(slot)
-    return not isinstance(adapter, Sliced) or adapter.filled(slot)
 
 
 def _group(slots: Sequence[Any]) -> Group:
@@ -224,7 +215,6 @@ _CHECKPOINTED: tuple[tuple[type[Checkpointed], Kind, str | None], ...] = (
     (Recent, "recent", "window_size"),
     (Ring, "ring", "max_size"),
 )
-"""Adapters of opaque slots, their kinds, and the attribute of a slot that is its size."""
 
 
 def _latent(arrays: Sequence[mx.array]) -> bool:

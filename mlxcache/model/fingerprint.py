@@ -35,8 +35,7 @@ _MEMO_VERSION = 1
 _SETTLED_NS = 2_000_000_000  # a file system's clock may tick as slowly as this
 
 
-Seen = tuple[int, int, int, int]
-"""Size, mtime and ctime in ns, and inode of a file, by which a change of its content is noticed."""
+Seen = tuple[int, int, int, int]  # size, mtime and ctime in ns, and inode of a file
 
 
 def fingerprint(
@@ -50,11 +49,9 @@ def fingerprint(
 ) -> str:
     """Return the namespace of the model in folder `path`, as 32 hexadecimal digits.
 
-    It covers the content of the weights, of the configuration (parsed JSON), of Python code that
-    the model runs, of the adapter and of the draft model; `layout_key`, a text that stands for the
-    shapes and dtypes of KV; the versions of mlx-lm and of stored KV; and, if mlx-vlm runs the
-    model, its version and the settings of the image processor. It covers no name, so a model has
-    the same namespace wherever its folder is.
+    It covers the content of all files that decide about KV, `layout_key` (a text that stands for
+    the shapes and dtypes of KV), and versions, but no name, so a model has the same namespace
+    wherever its folder is.
 
     Weights and code are identified by their SHA-256. A large file in the Hub's cache has it as its
     name. Other files are read once, which blocks; their digests are kept in the file `memo` while
@@ -144,10 +141,9 @@ def _load_memo(memo: Path) -> dict[str, Any]:
 
 
 def _save_memo(memo: Path, known: Mapping[str, Any], fresh: Mapping[str, tuple[Seen, str]]) -> None:
-    """Write the file `memo`: the entries `known` from before, and the `fresh` digests by path.
+    """Write the file `memo`, without files that changed within the last two seconds.
 
-    A file that changed within the last two seconds is left out, because another change within the
-    same tick of the file system's clock would not show.
+    Another change within the same tick of the file system's clock would not show.
     """
     files = {name: entry for name, entry in known.items() if Path(name).exists()}
     settled = time.time_ns() - _SETTLED_NS

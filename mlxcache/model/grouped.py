@@ -29,9 +29,7 @@ import mlx.core as mx
 
 from mlxcache.model.arrays import copied
 
-NAME = "LayerCache"
-"""Name of the class in mlx-lm."""
-
+NAME = "LayerCache"  # of the class in mlx-lm
 _MODULE = "mlx_lm.models.deepseek_v41"
 _HELD = {
     "window_size", "offset", "window", "compress_kv", "index_k", "pending_kv", "pending_gate",
@@ -41,10 +39,9 @@ _HELD = {
 class GroupRows:
     """Vectors of the closed groups of `ratio` tokens, one of `size` numbers for each group.
 
-    `rows` has shape (1, 1, capacity, width), or is None before the first vector. A vector takes
-    `ratio` rows of `width` numbers, padding included. `newest`: the newest vector, shape (1, 1,
-    size); None or of shape (1, 0, size) before the first; None also if `ratio` is 1, where `rows`
-    are enough.
+    `rows`: shape (1, 1, capacity, width), None before the first vector; a vector takes `ratio` rows
+    of it, padding included. `newest`: the newest vector, shape (1, 1, size); None or of shape (1,
+    0, size) before the first; None also if `ratio` is 1, where `rows` are enough.
     """
 
     step = 256
@@ -68,8 +65,7 @@ class GroupRows:
         return self.offset // self.ratio
 
     @property
-    def _end(self) -> int:
-        """Position after the last row of the newest vector."""
+    def _end(self) -> int:  # position after the last row of the newest vector
         return (self.groups + 1) * self.ratio - 1
 
     def begin(self, count: int) -> None:
@@ -88,9 +84,8 @@ class GroupRows:
     def vectors(self) -> mx.array | None:
         """Return the vectors of all closed groups, shape (1, groups, size), or None.
 
-        Also None in a pass that closes groups, until `add` has written their vectors. mlx-lm
-        appends the new vectors to what it gets here, and passes the result to `add`; so it passes
-        the new ones only.
+        None too in a pass that closes groups, before `add`: mlx-lm appends the new vectors to what
+        it gets here, and passes the result to `add`; so it passes the new ones only.
         """
         if self._closing or not self.groups or self.rows is None:
             return None
@@ -107,7 +102,6 @@ class GroupRows:
         return view.reshape(1, groups, self.ratio * view.shape[3])[..., : self.size]
 
     def add(self, vectors: mx.array) -> None:
-        """Write the vectors of the groups that the running pass closes, shape (1, n, size)."""
         if vectors.shape != (1, self._closing, self.size):
             raise ValueError(
                 f"{self._closing} vectors of {self.size} numbers were due, the model made "
@@ -123,7 +117,6 @@ class GroupRows:
         self._closing = 0
 
     def _write(self, vectors: mx.array, first: int) -> None:
-        """Write the rows of `vectors` from group `first` on, as far as the buffer goes."""
         assert self.rows is not None
         padding = self.ratio * self.rows.shape[3] - self.size
         if padding:
@@ -162,7 +155,6 @@ class GroupRows:
         self.newest, self._newest_of, self._tail = newest, offset // self.ratio, False
 
     def newest_vector(self, dtype: mx.Dtype) -> mx.array | None:
-        """Return `newest`, or an empty array before the first group; None if `ratio` is 1."""
         if self.newest is not None or self.ratio == 1:
             return self.newest
         return mx.zeros((1, 0, self.size), dtype if self.rows is None else self.rows.dtype)
@@ -171,9 +163,9 @@ class GroupRows:
 class RecentRows:
     """The newest `window_size` rows of a layer, and its tokens of the group that is still open.
 
-    `window` has shape (1, n, dim). `pending_kv` and `pending_gate`, the latents and gates of the
-    tokens of the open group, have shape (1, n, dim), or are None in layers that compress nothing.
-    `groups`: slots of the same layer, whose newest vectors belong to this slot's state.
+    `window`, and the latents `pending_kv` and gates `pending_gate` of the open group, have shape
+    (1, n, dim); None in layers that compress nothing. `groups`: slots of the same layer, whose
+    newest vectors belong to this slot's state.
     """
 
     def __init__(self, window_size: int, groups: Sequence[GroupRows] = ()):
@@ -214,8 +206,7 @@ class RecentRows:
 class GroupedCache:
     """Cache of one layer in the form in which mlx-lm's DeepSeek V4.1 reads and writes it.
 
-    `groups`: none, or the slot of compressed KV, or that and the slot of index keys. `parts`: all
-    slots of this cache, that of the window first.
+    `groups`: none, or the slot of compressed KV, or that and the slot of index keys.
     """
 
     def __init__(self, window_size: int, groups: Sequence[GroupRows] = ()):
@@ -254,7 +245,6 @@ class GroupedCache:
 
     @property
     def compress_kv(self) -> mx.array | None:
-        """Compressed KV of the closed groups, or None, as `GroupRows.vectors` returns it."""
         return self._vectors(0)
 
     @compress_kv.setter
@@ -263,7 +253,6 @@ class GroupedCache:
 
     @property
     def index_k(self) -> mx.array | None:
-        """Index keys of the closed groups, or None, as `GroupRows.vectors` returns them."""
         return self._vectors(1)
 
     @index_k.setter

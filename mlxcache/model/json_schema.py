@@ -204,8 +204,6 @@ def _escape(name: Any) -> str:
 
 
 class _Check:
-    """One check of the JSON Schema `root`, which stops at the first fault."""
-
     def __init__(self, root: Any, param: str, at: str):
         self._source = root
         self._param = param
@@ -435,7 +433,7 @@ _READ: dict[str, Callable[[_Check, Any, str], Any]] = {
     **dict.fromkeys(_COUNTS, _Check._count),
     **dict.fromkeys(_BOUNDS, _Check._bound),
 }
-"""Parsers of the values of keywords that are enforced; other keywords do not restrict values."""
+"""Of the keywords that are enforced; other keywords do not restrict values."""
 
 
 def _narrow(node: dict[str, Any]) -> None:
@@ -477,7 +475,6 @@ def _is_void(keyword: str, value: Any, node: Mapping[str, Any]) -> bool:
 
 
 def _anchored(node: Any, name: str, pointer: str) -> tuple[Any, str] | None:
-    """Find the schema below `node` whose `$anchor` is `name`; return it and its pointer."""
     if isinstance(node, dict):
         if node.get("$anchor") == name:
             return node, pointer
@@ -516,7 +513,6 @@ def _has_finite_value(schema: Schema) -> bool:
 
 
 def _ends(schema: Schema, node: Node, ending: Collection[str]) -> bool:
-    """Return whether `node` has a value of finite size; the definitions `ending` are known to."""
     if isinstance(node, bool):
         return node
     if listed_values(node) is not None:
@@ -550,7 +546,6 @@ def _least_parts(schema: Schema, node: dict[str, Any]) -> Sequence[Node]:
 
 
 def item_schemas(node: Mapping[str, Any]) -> tuple[list[Node], Node]:
-    """Return the schemas of an array's first items, and that of all further ones."""
     items, prefix = node.get("items", True), node.get("prefixItems", [])
     if isinstance(items, list):
         return items, node.get("additionalItems", True)
@@ -558,8 +553,6 @@ def item_schemas(node: Mapping[str, Any]) -> tuple[list[Node], Node]:
 
 
 class _Comparison:
-    """Comparison of the nodes of one schema, cached: none of them may change meanwhile."""
-
     def __init__(self, schema: Schema):
         self._schema = schema
         self._known: dict[tuple[int, int], bool] = {}
@@ -610,7 +603,6 @@ def _listed(node: Mapping[str, Any]) -> set[str] | None:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a JSON value so that equal values have equal texts: 1.0 and 1 are equal."""
     if isinstance(value, list):
         return [_plain(one) for one in value]
     if isinstance(value, dict):

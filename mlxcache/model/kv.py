@@ -187,15 +187,13 @@ class Layout:
     """Cache layout of one model.
 
     `make`: returns empty caches for one sequence. `vocab_size`: number of logits.
-    `bytes_per_token`: KV bytes of one position in all linear slots. `checkpoint_bytes`: maximum
-    bytes of the states of all opaque slots at one position, `running_bytes` what they hold while
-    the model is fed. `linear`: indices, in the order of `flatten`, of the linear slots that the
-    model fills. For each of those, `specs` has (heads, dim, dtype) of its arrays, and `windows` its
-    sliding window in tokens, or None. `states`: the form of a checkpoint, as `kv.capture` returns
-    it, with an ArraySpec for each array. `unknown`: cache classes without an adapter; such a model
-    is not cached. `foreign`: cache classes that mlx-lm cannot read from a prompt cache file.
-    `divided`: this is the layout of one rank's part of the model; `stateful`: another rank has
-    opaque slots.
+    `bytes_per_token`: of all linear slots. `checkpoint_bytes`: most bytes of the states of all
+    opaque slots, `running_bytes` what they hold while the model is fed. `linear`: indices, in the
+    order of `flatten`, of the linear slots that the model fills. For each of those, `specs` has its
+    arrays, and `windows` its sliding window in tokens, or None. `states`: the form of a checkpoint,
+    as `capture` returns it, with an ArraySpec for each array. `unknown`: cache classes without an
+    adapter; such a model is not cached. `foreign`: classes that mlx-lm cannot read from a file.
+    `divided`: that of one rank's part of the model; `stateful`: another rank has opaque slots.
     """
 
     make: Callable[[], Caches]
@@ -261,8 +259,8 @@ class Layout:
 def survey(model: Any, *, kv_bits: int | None = None, evaluate: bool = True) -> Layout:
     """Determine the cache layout of a model by feeding it a few tokens.
 
-    Without `evaluate` nothing is computed and no lazy weight is read, because shapes suffice.
-    Raises ModelError if KV cannot be quantised to `kv_bits`, and any error of the model itself.
+    Without `evaluate` nothing is computed and no lazy weight is read. Raises ModelError if KV
+    cannot be quantised to `kv_bits`, and any error of the model itself.
     """
     make: Callable[[], Caches] = partial(make_caches, model)
     if kv_bits is not None:

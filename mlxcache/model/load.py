@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("mlxcache.model")
 
-__all__ = ["Loaded", "ModelSpec", "Progress", "fetch", "load", "resolve"]
-
 # What reading other people's files through mlx-lm and transformers raises.
 _FAILURES = (
     OSError,
@@ -62,9 +60,7 @@ class ModelSpec:
     """A model to load, with its options.
 
     `model`, `draft`: a folder or a Hub id each. `images`: let mlx-vlm, if it is installed, run a
-    model that it can feed images to, although mlx-lm could run it. `context`: context length in
-    tokens, at most the model's own. `id`: the name that clients see, by default one made from
-    `model`.
+    model that it can feed images to, although mlx-lm could run it. `id`: the name that clients see.
     """
 
     model: str
@@ -85,10 +81,9 @@ Divide = Callable[[nn.Module, Mapping[str, Any]], None]
 class Loaded:
     """A model that is ready to run.
 
-    `config`: config.json as read by the library that runs the model. `vision`: the processor of its
-    images, or None. `unseen`: why the model takes no images although its folder has the weights of
-    a vision tower, as a text for the user. `draft`: the folder of the draft model; `model` is then
-    a `Pair`, and `info` describes both.
+    `config`: config.json as read by the library that runs the model. `unseen`: why it takes no
+    images although its folder has the weights of a vision tower. `draft`: the folder of the draft
+    model; `model` is then a `Pair`, and `info` describes both.
     """
 
     model: nn.Module
@@ -141,7 +136,6 @@ def load(
 
 
 def _with_draft(loaded: Loaded, spec: ModelSpec, name: str, use: BaseUse | None) -> Loaded:
-    """Return a copy of `loaded` with a draft model, and the context length of the shorter one."""
     with _of_the_draft():
         own = ModelSpec(
             name, trust_remote_code=spec.trust_remote_code, context=spec.context, images=False
@@ -162,10 +156,7 @@ def _with_draft(loaded: Loaded, spec: ModelSpec, name: str, use: BaseUse | None)
 
 def base_folders(spec: ModelSpec) -> list[Path]:
     """Return the folders of the model and of its draft model, which must be on this machine."""
-    folders = [resolve(spec.model)]
-    if spec.draft is not None:
-        folders.append(resolve(spec.draft))
-    return folders
+    return [resolve(model) for model in (spec.model, spec.draft) if model is not None]
 
 
 def estimate_bytes(spec: ModelSpec) -> int:
@@ -255,7 +246,6 @@ def _build(spec: ModelSpec, path: Path) -> tuple[nn.Module, dict[str, Any]]:
 
 
 def _choose(spec: ModelSpec, path: Path) -> tuple[Backend, bool]:
-    """Return the library that runs the model in folder `path`, and whether images are allowed."""
     images = spec.images and spec.adapter is None and has_images(path)
     config = checked_config(path)
     return choose_backend(config, str(path / "config.json"), images=images), images
@@ -324,7 +314,6 @@ def _load_tokenizer(spec: ModelSpec, path: Path, ends: list[int] | None) -> Toke
 
 
 def _eos(config: Mapping[str, Any]) -> list[int] | None:
-    """Return the ids of tokens that end a turn, from a configuration or its `text_config`."""
     found = config.get("eos_token_id")
     if found is None:
         found = (config.get("text_config") or {}).get("eos_token_id")

@@ -15,7 +15,6 @@ import binascii
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +32,7 @@ from mlxcache.model.lineage import Lineage
 from mlxcache.safetensors import ITEM_BYTES, Header, Malformed, Place, compose, read_foreign_header
 from mlxcache.types import Tokens, ids_of_bytes
 
-IDS = "mlxcache_ids"
-"""Metadata key of the token ids in files written here: int32 in base64."""
-
+IDS = "mlxcache_ids"  # metadata key of the token ids in files written here: int32 in base64
 CHUNK_BYTES = 4 << 20
 
 
@@ -92,7 +89,6 @@ class PromptCacheFile:
 
 
 def _as_mlx_lm(cache: Any) -> Any:
-    """Return a layer's cache in mlx-lm's own classes, with views that leave out spare capacity."""
     parts = parts_of(cache)
     if parts is not None:
         return composed([_as_mlx_lm(part) for part in parts])
@@ -101,7 +97,6 @@ def _as_mlx_lm(cache: Any) -> Any:
 
 
 def _as_array(key: str, value: Any, kinds: list[tuple[str, str]]) -> mx.array:
-    """Convert `value` to an array; note in `kinds` if it is none."""
     if isinstance(value, mx.array):
         return value
     if isinstance(value, str):
@@ -239,7 +234,6 @@ class _Reader:
             )
 
     def _slots(self, cache: Any, key: str) -> list[tuple[Any, str]]:
-        """Return the slots of one layer, each with the key of its state in the file."""
         parts = parts_of(cache)
         if parts is None:
             return [(cache, key)]
@@ -295,22 +289,20 @@ class _Reader:
             )
         return array
 
-    def _small(self, key: str) -> Place:
+    def _small(self, key: str) -> list[int]:
         place = self._places.get(key)
         if place is None or place.nbytes > _MOST_SMALL or place.dtype != "I32":
             raise SnapshotRefused("The prompt cache was made by another version of mlx-lm.")
-        return place
+        return self._arrays[key].flatten().tolist()  # type: ignore[return-value]
 
     def _number(self, key: str) -> int:
-        if prod(self._small(key).shape) != 1:
+        found = self._small(key)
+        if len(found) != 1:
             raise SnapshotRefused("The prompt cache was made by another version of mlx-lm.")
-        return int(self._arrays[key].item())  # type: ignore[arg-type]
+        return found[0]
 
     def _text(self, key: str) -> str:
-        if len(self._small(key).shape) != 1:
-            raise SnapshotRefused("The prompt cache was made by another version of mlx-lm.")
-        codes = self._arrays[key].astype(mx.uint8).tolist()
-        return bytes(codes).decode("ascii", "replace")  # type: ignore[arg-type]
+        return bytes(code & 0xFF for code in self._small(key)).decode("ascii", "replace")
 
     def _ids(self) -> Tokens | None:
         text = self._metadata.get(f"0.{IDS}")
@@ -322,9 +314,7 @@ class _Reader:
             raise SnapshotRefused("The prompt cache's token ids are damaged.") from error
 
 
-CHECKED_TOKENS = 64
-"""Number of tokens whose KV is computed again in every layer for comparison."""
-
+CHECKED_TOKENS = 64  # whose KV is computed again in every layer for comparison
 _CHUNK = 1024
 _TOLERANCE = 0.05  # relative to the values; those of other weights or tokens differ by about 1
 
@@ -379,7 +369,6 @@ def _computed(model: Any, layout: Layout, ids: Tokens) -> list[list[mx.array]]:
 def _comparable(
     layout: Layout, arrays: Sequence[Sequence[mx.array]], rows: slice
 ) -> list[list[mx.array]]:
-    """Return the positions `rows` of each linear slot's arrays, as plain KV."""
     slots = kv.flatten(layout.make())
     return [
         kv.sliced(slots[i]).comparable(slots[i], [array[..., rows, :] for array in held])

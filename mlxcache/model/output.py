@@ -88,10 +88,7 @@ class OutputParser:
 
     @property
     def in_text(self) -> bool:
-        """True if the next token is visible text, unless it begins a marker.
-
-        False once the reply has a tool call.
-        """
+        """True if the next token is visible text, unless it begins a marker. False after a call."""
         return self._state == NORMAL and not self._reader.calls
 
     @property
@@ -113,13 +110,12 @@ class OutputParser:
         return self._taken()
 
     def finish(self, reason: FinishReason) -> list[Piece]:
-        """End the reply for `reason`, and return the pieces that were held back.
+        """End the reply for `reason`, unless it has ended; return the pieces that were held back.
 
         Sets `done`: to "tool_calls" if the reply has calls and `reason` is "stop" or "repetition",
         else to `reason`, unless the text held back ends the reply for another reason. An open tool
-        block that can be read becomes calls if `reason` is "stop", if tool blocks of the model
-        family have no closing marker, or if the block ends in a closing marker after which it may
-        be complete. Otherwise it becomes text. Does nothing if the reply has ended already.
+        block that can be read becomes calls if it may be complete, see `ToolBlock.finished`; else
+        it becomes text.
         """
         if self.done is not None:
             return []

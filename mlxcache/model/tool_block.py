@@ -1,11 +1,9 @@
 """One tool block of a reply while it arrives: the positions at which it may end, and its calls.
 
-A tool block is the text between the markers that open and close tool calls. The marker that closes
-it may also occur in an argument, spelled out or as a token. A marker inside a value belongs to that
-value. A marker after which the block may be complete is an *end*, but the block waits for the text
-that follows: white space and then another call, or the end of the reply, confirm the end. Any other
-text may continue the argument. If several ends leave a block that can be read, the last of them
-counts.
+The marker that closes a block may also occur in an argument, spelled out or as a token. One after
+which the block may be complete is an *end*, but the block waits for the text that follows: white
+space and then another call, or the end of the reply, confirm the end. Any other text may continue
+the argument. If several ends leave a block that can be read, the last of them counts.
 """
 
 from __future__ import annotations
@@ -97,11 +95,10 @@ def _arguments(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """A closing marker in a tool block, after which the block may be complete.
+    """A closing marker at [body, after) of a tool block, after which it may be complete.
 
-    It is at characters [body, after) of the block's text. `target`: the parser's state after it.
-    `clean` is False if it may close an opening marker inside the block instead of the block: an
-    opening marker before it has no other closing marker.
+    `target`: the parser's state after it. Not `clean`: it may close an opening marker inside the
+    block instead, which has no other closing marker.
     """
 
     body: int
@@ -205,10 +202,9 @@ class ToolBlock:
     def finished(self, target: str, *, complete: bool) -> Ended | None:
         """Choose the end of the tool block that is open when the reply ends.
 
-        `complete`: the block may also end where the reply does, without a closing marker; `target`
-        is the parser's state then. Otherwise calls are read only if nothing, white space or a
-        confirming marker follows the last possible end: other text may belong to an argument that
-        was cut off.
+        `complete`: it may also end where the reply does; `target` is the parser's state then. Else
+        calls are read only if nothing but a confirming marker follows the last possible end: other
+        text may belong to an argument that was cut off.
         """
         ended = bool(self._ends) and not self.goes_on()
         if not complete:

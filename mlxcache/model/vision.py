@@ -111,7 +111,7 @@ class Vision:
         return self._show(image)[1]
 
     def _show(self, image: Image) -> tuple[str, Grid | None]:
-        with self._lock:  # a decoded image may take hundreds of megabytes
+        with self._lock:  # one at a time: a decoded image may take hundreds of megabytes
             if image.digest not in self._shown:
                 self._process(image)
             self._shown.move_to_end(image.digest)
@@ -141,7 +141,6 @@ class Vision:
         return not bool(mx.array_equal(rows, blind))
 
     def _process(self, image: Image) -> Pixels:
-        """Decode and process an image; keep the result. The caller must hold the lock."""
         rgb = decode(image.data)
         try:
             self._check(self._model.count(*rgb.shape[:2]))

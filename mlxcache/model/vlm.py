@@ -61,7 +61,6 @@ with _processors_unchanged():
 log = logging.getLogger("mlxcache.model")
 
 _SAME = ("do_rescale", "do_normalize", "rescale_factor", "image_mean", "image_std")
-"""Settings that mlx-vlm's processor has under the names that they have in the files."""
 
 
 class VlmModel(nn.Module):  # type: ignore[misc]
@@ -69,7 +68,7 @@ class VlmModel(nn.Module):  # type: ignore[misc]
 
     Some of mlx-vlm's modules keep positions from one call to the next, which are wrong for another
     sequence. Every call of such a module passes the positions of its tokens, so the kept ones are
-    not used. `vision_tower` makes embeddings of images, None if no images are fed.
+    not used.
     """
 
     unquantised = "this model is run by mlx-vlm, which is not tested with quantised KV."
@@ -89,17 +88,14 @@ class VlmModel(nn.Module):  # type: ignore[misc]
 
     @property
     def layers(self) -> Sequence[nn.Module]:
-        found: Sequence[nn.Module] = self.language_model.layers
-        return found
+        return self.language_model.layers  # type: ignore[no-any-return]
 
     def make_cache(self) -> list[Any]:
         made = make_prompt_cache(self.language_model)
         return [_reusable(*pair) for pair in zip(made, self.layers, strict=True)]
 
     def embed(self, ids: mx.array) -> mx.array:
-        """Return the embeddings of tokens of text, shape (n, hidden), for `ids` of shape (n,)."""
-        found: mx.array = self.language_model.model.embed_tokens(ids)
-        return found
+        return self.language_model.model.embed_tokens(ids)  # type: ignore[no-any-return]
 
     def __call__(
         self,
@@ -113,11 +109,9 @@ class VlmModel(nn.Module):  # type: ignore[misc]
     ) -> mx.array:
         """Feed `tokens`, shape (rows, n), and return the logits, shape (rows, n, vocabulary).
 
-        `input_embeddings`: vectors in place of the embeddings of `tokens`, shape (rows, n, hidden).
         `positions`: on three axes, shape (rows, n, 3). By default they continue the count of tokens
-        in `cache`, plus `shift`, shape (rows,). `deepstack`: vectors of one row, shape (1, n,
-        layers, hidden): `deepstack[:, :, i]` is added to the output of layer i. They are 0 at
-        tokens of text.
+        in `cache`, plus `shift`, shape (rows,). `deepstack`: shape (1, n, layers, hidden):
+        `deepstack[:, :, i]` is added to the output of layer i.
         """
         inputs: dict[str, mx.array] = {}
         if self._family.positions != "caches":
@@ -135,7 +129,7 @@ class VlmModel(nn.Module):  # type: ignore[misc]
 
 @contextmanager
 def _uncompiled() -> Iterator[None]:
-    """Run functions that `mx.compile` has wrapped as they are: right for every length.
+    """Run functions that `mx.compile` has wrapped as they are.
 
     The indexer of the family `hy_v4` is compiled for any shape, but keeps the number of keys of its
     first call.
@@ -177,7 +171,7 @@ def load_model(path: Path, *, images: bool = False) -> tuple[VlmModel, dict[str,
 
 
 def make_model(config: Mapping[str, Any], *, images: bool = False) -> VlmModel:
-    """Make the model of a configuration, with weights that are placeholders, never computed."""
+    """Make the model of a configuration, with weights that are never computed."""
     with _processors_unchanged():
         owner, _ = vlm_utils.get_model_and_args(dict(config))
         copied = {"text_config": {}, "vision_config": {}, "audio_config": {}} | dict(config)
@@ -242,10 +236,10 @@ class MiniMaxSlots(Sliced):
 
 
 class QsaCache(QSAKVCache):  # type: ignore[misc]
-    """Cache of an attention layer of Qwen4: keys, values, keys of an indexer, and positions.
+    """Cache of a layer of Qwen4; keys of its indexer and positions are appended in place.
 
-    mlx-vlm's class copies the indexer's keys and the positions at every step. This one appends them
-    in place: `index_rows`, shape (1, 1, capacity, dim), and `position_rows`, (1, 3, capacity, 1).
+    mlx-vlm's class copies them at every step. `index_rows`: shape (1, 1, capacity, dim);
+    `position_rows`: (1, 3, capacity, 1).
     """
 
     def __init__(self) -> None:
@@ -267,12 +261,6 @@ class QsaCache(QSAKVCache):  # type: ignore[misc]
 
 
 class QsaSlots(Sliced):
-    """Slots of `QsaCache`.
-
-    The cache also holds the indexer's mean keys of blocks of tokens. A cut drops them, and the next
-    pass computes them again.
-    """
-
     portable = False
 
     def arrays(self, slot: Any) -> list[mx.array]:
@@ -283,7 +271,7 @@ class QsaSlots(Sliced):
 
     def end_at(self, slot: Any, offset: int) -> None:
         slot.offset = offset
-        slot.clear_index_blocks()
+        slot.clear_index_blocks()  # means of keys, which the next pass computes again
 
 
 class Pools:
@@ -296,7 +284,6 @@ class Pools:
 
     @property
     def offset(self) -> int:
-        """Number of closed groups."""
         return self._rows.groups
 
     def accumulate_windows(
@@ -304,8 +291,8 @@ class Pools:
     ) -> tuple[mx.array, mx.array, int]:
         """Append the keys and gates of new tokens, shape (1, n, dim) each.
 
-        Returns the keys and the gates of all tokens of the groups (mlx-vlm's windows) that the new
-        tokens complete, and the position of the first of these tokens.
+        Returns those of the groups (mlx-vlm's windows) that the new tokens complete, and the
+        position of the first of their tokens.
         """
         self._rows.begin(keys.shape[1])
         self._recent.append(keys)
@@ -340,15 +327,13 @@ class _NoProjections:
     """Stores nothing in place of keys and values of all heads; the model computes them again."""
 
     def size(self) -> int:
-        """Return the length of no prompt, so that the model reads and stores nothing here."""
-        return -1
+        return -1  # the length of no prompt, so that the model reads and stores nothing here
 
 
 class GlmCache:
     """Cache of a layer of GLM-5-Next with sparse attention: latents, and pooled keys.
 
-    The model takes the parts by index: latents, which tokens are valid, pooled keys, keys and
-    values of all heads; without an indexer (`size` None), the first and the last.
+    The model takes the parts by index; without an indexer (`size` None), the first and the last.
     """
 
     def __init__(self, ratio: int = 1, size: int | None = None):
@@ -379,7 +364,6 @@ register(
 
 
 def _reusable(cache: Any, layer: Any) -> Any:
-    """Return an empty cache of a class that the server can reuse, in place of mlx-vlm's."""
     attention: Any = getattr(layer, "self_attn", None)
     if type(attention) is Glm5NextAttention:
         indexer = attention.indexer
@@ -401,9 +385,8 @@ def _reusable(cache: Any, layer: Any) -> Any:
 class QwenImages:
     """Image processor and vision tower of Qwen3-VL, Qwen3.5 and Qwen4; see `vision.ImageModel`.
 
-    An image is resized to whole squares of pixels, each of which becomes one token. The processor
-    is made from the settings in the model's folder: transformers' own way would need PyTorch, and
-    might run Python code from that folder.
+    An image is resized to whole squares of pixels, each of which becomes one token. transformers'
+    own way to make the processor would need PyTorch, and might run Python code of the model.
     """
 
     def __init__(self, model: VlmModel, processor: Any, image_token: str, token_id: int):
@@ -448,7 +431,6 @@ class QwenImages:
 
     @property
     def _levels(self) -> int:
-        """Number of layers to whose outputs vectors of an image are added."""
         tower: Any = self._model.vision_tower
         return len(tower.deepstack_visual_indexes or ())
 

@@ -84,10 +84,9 @@ class Base:
 
 
 class Bases:
-    """All base models with arrays in memory, identified by their files.
+    """All base models with arrays in memory; a folder whose files have changed is another base.
 
-    A folder whose files have changed is another base; models that were loaded before keep the
-    arrays of the former one. `version` increases whenever the arrays that any model holds change.
+    `version` increases whenever the arrays that any model holds change.
     """
 
     def __init__(self) -> None:
@@ -160,8 +159,7 @@ class BaseUse:
         """Replace arrays of `model` by the equal ones of the base in `folder` that are in memory.
 
         `model` was built lazily from that folder, without an adapter. All of its arrays are held,
-        so that models loaded later can use them, except one of another shape or dtype than the
-        base's: it stays as it is.
+        for models loaded later, except one of another shape or dtype than the base's.
         """
         base, held = self._bases.find(folder), dict(self._held)
 
@@ -238,10 +236,9 @@ class Weights:
     def read(self, pace: Pace | None = None) -> Iterator[int]:
         """Read the weights from disk into the model, in parts; yield the bytes so far after each.
 
-        Arrays that other models have in memory are not read again, but count. The model can run
-        once the iteration has ended. Raises ModelError, and the model cannot run, if the files
-        cannot be read, or have changed since the model was loaded: KV that was computed before
-        would not belong to the new weights.
+        Arrays that other models have in memory are not read again, but count. Raises ModelError if
+        the files cannot be read, or have changed since the model was loaded: KV that was computed
+        before would not belong to the new weights.
         """
         pace, done = pace or Pace(), 0
         try:

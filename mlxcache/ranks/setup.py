@@ -20,7 +20,7 @@ from mlxcache.config import disk_limit, machine_bytes, ram_limit, wired_size
 from mlxcache.config.memory import MemoryPressure, read_footprint, read_pressure
 from mlxcache.errors import MlxcacheError, ModelError, StoreError
 from mlxcache.mlx_thread import MlxThread
-from mlxcache.model import device, kv, load
+from mlxcache.model import device, hub, kv, load
 from mlxcache.ranks import operations as op
 from mlxcache.ranks.follower import Follower
 from mlxcache.ranks.group import (
@@ -136,7 +136,7 @@ class Rank:
 
     def _load(self, setup: Setup) -> load.Loaded:
         """Load this rank's part of the model."""
-        path = load.resolve(setup.model, None)
+        path = hub.resolve(setup.model)
         if config_digest(path) != setup.config:
             raise ModelError(f"the config.json of {path} differs from that of rank 0")
         if (mine := versions()) != setup.versions:

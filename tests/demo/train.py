@@ -66,7 +66,6 @@ def main() -> None:
 
 
 def train(tokenizer: Tokenizer, chats: Chats, steps: int, seed: int) -> Model:
-    """A float32 model after `steps` steps of AdamW on chats."""
     mx.random.seed(seed)
     model = Model(ModelArgs.from_dict(CONFIG))
     optimizer = optimizers.AdamW(_schedule(4e-3, steps), betas=[0.9, 0.95], weight_decay=0.1)

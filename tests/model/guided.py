@@ -28,7 +28,6 @@ SAMPLE = [
 
 
 def inner(kind: str, special: Sequence[str] = ()) -> Tokenizer:
-    """A tokenizer of a kind, whose vocabulary has `special` as tokens."""
     found = Tokenizer.from_str(_plain(kind))
     tokens = [AddedToken(token, special=True, normalized=False) for token in (EOS, *special)]
     found.add_special_tokens(tokens)
@@ -164,10 +163,8 @@ class Writer:
 
 
 def bare(kind: str, special: Sequence[str] = ()) -> PreTrainedTokenizerFast:
-    """A transformers tokenizer of a kind."""
     return PreTrainedTokenizerFast(tokenizer_object=inner(kind, special), eos_token=EOS)
 
 
 def detokenizer_of(kind: str) -> Any:
-    """mlx-lm's class of detokenizer for a kind."""
     return SPMStreamingDetokenizer if kind == "pieces" else BPEStreamingDetokenizer

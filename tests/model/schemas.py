@@ -46,7 +46,6 @@ BOUND = st.one_of(st.integers(-50, 50), st.integers(-200, 200).map(lambda n: n /
 
 
 def schemas() -> st.SearchStrategy[Schema]:
-    """Schemas with references into DEFS."""
     return st.recursive(_leaf(), _nested, max_leaves=8).map(lambda schema: {**schema, **DEFS})
 
 

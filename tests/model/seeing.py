@@ -25,7 +25,6 @@ class Whole:
         self.processor: Any = processing.Qwen3VLImageProcessor(**settings)
 
     def logits(self, ids: Tokens, spans: tuple[ImageSpan, ...] = ()) -> mx.array:
-        """The logits at each of `ids`, shape (n, V), from one pass over all of them."""
         from mlx_vlm.models.cache import make_prompt_cache
 
         own = self.model.language_model
@@ -42,7 +41,6 @@ class Whole:
         return out
 
     def greedy(self, ids: Tokens, spans: tuple[ImageSpan, ...], count: int) -> list[int]:
-        """The likeliest tokens after `ids`, each from a pass over all before it."""
         found: list[int] = []
         for _ in range(count):
             all_ids = join_ids(ids, token_ids(found))

@@ -84,7 +84,6 @@ def noise(tokens: int, seed: int = 0) -> tuple[mx.array, mx.array]:
 
 
 def layer_of(ratio: int, *, source: bool = True, index: bool = True) -> Any:
-    """What `GroupedCache` reads of a layer of DeepSeek V4.1."""
     attention = SimpleNamespace(ratio=ratio, is_kv_source=source, is_index_source=index)
     attention.head_dim, attention.indexer = 32, SimpleNamespace(head_dim=16)
     return SimpleNamespace(self_attn=attention)
@@ -183,7 +182,6 @@ def flat(value: Any) -> list[mx.array]:
 @pytest.mark.parametrize("kind", [RotatingKVCache, ChunkedKVCache])
 @pytest.mark.parametrize("lengths", [(3,), (8,), (5, 1, 1), (20,), (20, 1, 1, 1), (3, 30, 7)])
 def test_a_checkpoint_goes_on_as_the_slot_did(kind: type, lengths: tuple[int, ...]) -> None:
-    """Whatever was fed before, and in which chunks."""
     slot, other = MAKERS[kind](), MAKERS[kind]()
     adapter = adapter_of(slot)
     assert isinstance(adapter, Checkpointed)
@@ -240,8 +238,6 @@ def test_what_a_model_makes_is_prepared_for_use() -> None:
 
 
 def test_a_subclass_is_another_class() -> None:
-    """It may do otherwise: nothing is guessed."""
-
     class Strange(KVCache):
         pass
 

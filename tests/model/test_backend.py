@@ -39,7 +39,6 @@ KINDS = sorted(kind for kind in FAMILIES if not mlx_lm_has({"model_type": kind})
 
 @pytest.fixture(params=[None, "0.7.9"], ids=["absent", "other"])
 def unfit(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str | None:
-    """No mlx-vlm is installed, or another version."""
     monkeypatch.setattr(backend, "vlm_version", lambda: request.param)
     found: str | None = request.param
     return found
@@ -47,7 +46,6 @@ def unfit(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
 
 @pytest.fixture
 def folder(toy: ToyMaker, tmp_path: Path) -> Path:
-    """A model that a test may change."""
     copied: Path = shutil.copytree(toy("llama"), tmp_path / "model")
     return copied
 
@@ -59,7 +57,6 @@ def edit(folder: Path, **changes: object) -> None:
 
 @pytest.mark.parametrize("name", [*tiny.module_names(), "mistral", "deepseek_v41_text"])
 def test_mlx_lm_runs_all_that_it_has(name: str, unfit: str | None) -> None:
-    """Under the names of its modules, and those that it maps to one."""
     assert choose_backend({"model_type": name}, "a model") == "mlx-lm"
     assert name not in FAMILIES or FAMILIES[name].images
 
@@ -127,7 +124,6 @@ def test_code_of_a_model_is_never_run_by_mlx_vlm(
 
 
 def test_no_file_of_a_model_is_read_before_it_is_refused(folder: Path, unfit: str | None) -> None:
-    """Weights that cannot be read do not show."""
     (folder / "model.safetensors").write_bytes(b"damaged")
     edit(folder, model_type=KINDS[0])
     for attempt in (load, examine):
@@ -139,7 +135,6 @@ def test_no_file_of_a_model_is_read_before_it_is_refused(folder: Path, unfit: st
 def test_nothing_is_downloaded_of_a_model_that_cannot_run(
     local_hub: FakeHub, unfit: str | None, kind: str
 ) -> None:
-    """Only its configuration, by which that is known. A model of mlx-lm is downloaded whole."""
     files = {"model.safetensors": bytes(300_000), "tokenizer.json": b"{}"}
     local_hub.files = files | {"config.json": json.dumps({"model_type": kind}).encode()}
     spec = ModelSpec("owner/name")
@@ -155,8 +150,6 @@ def test_nothing_is_downloaded_of_a_model_that_cannot_run(
 def test_the_namespace_has_the_backend_of_mlx_vlm_alone(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """KV of models of mlx-lm is found again, whatever else is installed."""
-
     def of(installed: str | None) -> str:
         for module in (backend, fingerprint):
             monkeypatch.setattr(module, "vlm_version", lambda: installed)
@@ -179,7 +172,6 @@ def test_the_namespace_has_the_backend_of_mlx_vlm_alone(
 def test_mlx_vlm_runs_what_mlx_lm_feeds_no_images_to(
     installed: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If it is installed, and images are there to be fed."""
     monkeypatch.setattr(backend, "vlm_version", lambda: installed)
     seeing = {"model_type": "qwen3_vl", "vision_config": {"depth": 1}}
     best = "mlx-vlm" if installed == VLM_VERSION else "mlx-lm"
@@ -230,7 +222,6 @@ def noticed(tmp_path: Path) -> tuple[dict[str, str], Path]:
 def test_a_server_with_a_model_of_mlx_lm_never_imports_mlx_vlm(
     folder: Path, noticed: tuple[dict[str, str], Path], tmp_path: Path
 ) -> None:
-    """From its start over a reply to its end, whether mlx-vlm is installed or not."""
     environ, mark = noticed
     flags = ("--model", str(folder), "--ram", "200MB", "--cache-dir", str(tmp_path / "cache"))
     with served(*flags, home=tmp_path, environ=environ) as server:
@@ -270,7 +261,6 @@ def test_programs_do_not_import_mlx_vlm(
 
 
 def test_a_model_without_its_images_says_what_to_install(unfit: str | None, tmp_path: Path) -> None:
-    """Its text is served by mlx-lm."""
     path = make_toy(tmp_path / "model", "qwen3_vl", images=True, layers=2)
     assert load(ModelSpec(str(path))).unseen is None  # it has no weights of a vision tower
     tower = {"vision_tower.patch_embed.proj.weight": mx.zeros((2, 2))}

@@ -221,7 +221,6 @@ def test_a_base_whose_files_changed_is_another_one(base: Path, tmp_path: Path) -
 
 
 def test_a_load_that_fails_keeps_nothing(base: Path, tmp_path: Path) -> None:
-    """Neither that of an alien adapter, nor the reading back of one whose file is damaged."""
     adapter = make_adapter(base, tmp_path / "adapter")
     shelf = Shelf(base=ModelSpec(str(base)), adapted=ModelSpec(str(base), adapter=str(adapter)))
     alien = Path(shutil.copytree(adapter, tmp_path / "alien"))

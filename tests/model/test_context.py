@@ -49,12 +49,10 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
     ],
 )
 def test_the_config_states_the_length(config: dict[str, Any], length: int) -> None:
-    """Whatever the key, wherever it is, scaled where scaling says from what."""
     assert native_length(config, 512) == length
 
 
 def test_the_tokenizer_is_asked_last() -> None:
-    """And not believed when it says that it knows no limit."""
     assert native_length({}, 8192) == 8192
     assert native_length({}, 10**30) is None
     assert native_length({"max_position_embeddings": None}, None) is None
@@ -62,7 +60,6 @@ def test_the_tokenizer_is_asked_last() -> None:
 
 
 def test_less_may_be_asked_for_and_more_may_not() -> None:
-    """The refusal says what would help."""
     assert context_length(4096, None) == 4096
     assert context_length(4096, 1000) == 1000
     assert context_length(None, None) == UNSTATED

@@ -41,7 +41,6 @@ def paragraphs() -> Prose:
 
 
 def reply(loaded: tuple[Any, Any], messages: list[dict[str, str]], temperature: float) -> str:
-    """The text of a reply that ended by itself within 200 tokens."""
     model, tokenizer = loaded
     mx.random.seed(0)
     last = None

@@ -14,6 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlxcache.model import kv
 from mlxcache.model import serialise as wire
 from mlxcache.model.lineage import Lineage
+from tests.model.test_serialise import save
 from tests.rounding import rounding
 from tests.toys import tiny
 
@@ -56,20 +57,11 @@ def feed(model: Any, line: Lineage, ids: Any) -> mx.array:
 
 
 def saved(state: kv.State, layout: kv.Layout, path: Path) -> kv.State:
-    """A state that was written to a file and read again."""
-    arrays = {
-        t.name: mx.array(np.frombuffer(t.data, np.uint8).copy())
-        .view(wire.DTYPES[t.dtype])
-        .reshape(t.shape)
-        for t in wire.state_tensors(state)
-    }
-    mx.save_safetensors(str(path), arrays)
-    return wire.load_state(path, layout, mx.cpu)
+    return wire.load_state(save(path, wire.state_tensors(state)), layout, mx.cpu)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_it_goes_on_like_the_whole(name: str, tmp_path: Path) -> None:
-    """As mlx-lm's own caches do, fed at once; also from the position of a checkpoint."""
     mx.random.seed(3)
     model = tiny.make_tiny(name)
     layout = kv.survey(model)

@@ -12,7 +12,7 @@ import pytest
 
 from mlxcache.errors import ModelError
 from mlxcache.model import kv
-from mlxcache.model.examine import _dtype, examine
+from mlxcache.model.examine import examine
 from mlxcache.model.load import ModelSpec, load
 from mlxcache.model.pair import make_pair
 from tests.memory import rounding_bytes
@@ -34,7 +34,6 @@ KINDS: Mapping[str, set[str]] = {
 def test_what_is_found_without_computing_is_what_a_server_finds(
     family: str, tmp_path: Path
 ) -> None:
-    """The layout is the same to the byte, and its groups add up to it."""
     path = make_toy(tmp_path, family)
     found = examine(ModelSpec(str(path)))
     served = kv.survey(load(ModelSpec(str(path))).model)
@@ -59,14 +58,12 @@ def test_weights_are_not_read(tmp_path: Path) -> None:
 
 
 def test_a_window_says_how_long_it_is(tmp_path: Path) -> None:
-    """In tokens, as the model's configuration has it."""
     path = make_toy(tmp_path, "gemma3", window=128)
     sizes = {g.kinds: (g.size, g.layers) for g in examine(ModelSpec(str(path))).groups}
     assert sizes == {("window",): (128, 2), ("sliceable",): (None, 2)}
 
 
 def test_a_model_whose_weights_do_not_fit_its_config_is_a_sentence(tmp_path: Path) -> None:
-    """And no traceback."""
     path = make_toy(tmp_path)
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 6}))
@@ -95,10 +92,17 @@ def test_of_a_model_that_is_not_here_the_configuration_suffices(
     assert found.info.context_length == whole.info.context_length
 
 
-def test_without_a_word_on_precision_it_is_half() -> None:
+def test_without_a_word_on_precision_it_is_half(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As models on the Hub are, quantised ones too: their activations are bfloat16."""
-    assert _dtype({}) == mx.bfloat16
-    assert _dtype({"text_config": {"dtype": "float16"}}) == mx.float16
+    file = make_toy(tmp_path, "llama") / "config.json"
+    monkeypatch.setattr("mlxcache.model.examine.here", lambda *_: None)
+    monkeypatch.setattr("mlxcache.model.examine.outline", lambda *_: (file.parent, 123))
+    for stated, dtype in (({}, mx.bfloat16), ({"text_config": {"dtype": "float16"}}, mx.float16)):
+        config = {k: v for k, v in json.loads(file.read_text()).items() if "dtype" not in k}
+        file.write_text(json.dumps(config | stated))
+        assert examine(ModelSpec("owner/name")).layout.specs[0][0][2] == dtype
 
 
 @pytest.mark.parametrize(
@@ -114,7 +118,6 @@ def test_without_a_word_on_precision_it_is_half() -> None:
 def test_what_a_model_cannot_do_is_named(
     family: str, kv_bits: str | None, draft: str | None, tmp_path: Path
 ) -> None:
-    """As the server refuses it, which has seen what the model computes."""
     path = make_toy(tmp_path, family, head_dim=64)
     found = examine(ModelSpec(str(path)))
     model = load(ModelSpec(str(path))).model
@@ -134,7 +137,6 @@ def _raises(action: Callable[[], object]) -> bool:
 
 
 def test_fewer_bits_and_a_draft_are_in_the_figures(tmp_path: Path) -> None:
-    """As a server that is started so has them; what it would refuse is refused."""
     path = str(make_toy(tmp_path / "model", head_dim=64))
     draft = str(make_toy(tmp_path / "draft", layers=2, head_dim=64))
     plain = examine(ModelSpec(path)).layout.bytes_per_token

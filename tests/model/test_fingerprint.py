@@ -44,7 +44,6 @@ def of(model: Path, memo: Path, adapter: Path | None = None, layout_key: str = "
 
 
 def flip(file: Path, at: int = 77) -> None:
-    """Change one byte in place."""
     with file.open("r+b") as out:
         out.seek(at)
         byte = out.read(1)[0]
@@ -114,7 +113,6 @@ def test_code_counts_where_the_model_runs_it(model: Path, memo: Path) -> None:
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the files that were read for their digests."""
     names: list[str] = []
     digest = hashlib.file_digest
 
@@ -129,7 +127,6 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_hub_blob_is_known_by_its_name(
     model: Path, memo: Path, tmp_path: Path, read: list[str]
 ) -> None:
-    """The same model in a Hub cache and in a plain folder has one namespace."""
     plain = of(model, memo)
     content = (model / WEIGHTS).read_bytes()
     blobs = tmp_path / "models--a--b" / "blobs"
@@ -206,7 +203,6 @@ def test_what_cannot_be_read_is_named(model: Path, memo: Path, tmp_path: Path) -
 
 
 def test_a_draft_makes_another_namespace(model: Path, memo: Path, tmp_path: Path) -> None:
-    """By its content, and not by where it lies."""
     draft = Path(shutil.copytree(model, tmp_path / "draft"))
     flip(draft / WEIGHTS)
 

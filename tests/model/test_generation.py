@@ -69,7 +69,6 @@ def test_a_file_that_is_no_object_is_a_warning(
 
 
 def test_a_default_applies_only_to_what_is_unset() -> None:
-    """What the client said wins, and a default for another field stays out."""
     own = {"temperature": 0.6, "top_k": 20, "top_p": 0.9}
     asked = Sampling(temperature=1.0, seed=3, unset=frozenset(DEFAULTED) - {"top_p"})
     assert resolve(asked, own) == Sampling(temperature=0.6, top_k=20, seed=3)

@@ -36,7 +36,6 @@ def model(request: pytest.FixtureRequest) -> Any:
 
 
 def feed(model: Any, caches: list[Any], ids: Any) -> mx.array:
-    """The logits of each of `ids`."""
     logits: mx.array = model(mx.array(np.array(ids))[None], cache=caches)[0]
     kv.eval_states(caches)
     mx.eval(logits)
@@ -44,7 +43,6 @@ def feed(model: Any, caches: list[Any], ids: Any) -> mx.array:
 
 
 def test_a_layer_reads_what_mlx_lm_would_give_it(model: Any) -> None:
-    """After chunks of any length, shorter and longer than the groups and the window."""
     mine, theirs = kv.make_caches(model), make_prompt_cache(model)
     at = 0
     for size in (1, 2, 1, 7, 1, 1, 20, 1, 1, 1, 1, 5):

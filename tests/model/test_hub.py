@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import errno
+import logging
+import socket
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +22,6 @@ from tests.fake_hub import FakeHub
 
 
 def test_a_folder_is_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Absolute, relative, or under the home directory."""
     (tmp_path / "model").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -41,7 +44,6 @@ def test_a_file_is_no_model(tmp_path: Path) -> None:
 
 
 def test_offline_without_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sentence says where was looked and what to type."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(ModelError, match=r"not in the local cache.*--model /path") as caught:
@@ -50,7 +52,6 @@ def test_offline_without_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_name_that_the_hub_would_not_take() -> None:
-    """It is told before any request."""
     with pytest.raises(ModelError, match="neither an existing folder nor a Hub id"):
         resolve("what is this?")
 
@@ -74,8 +75,6 @@ def _response(status: int) -> httpx2.Response:
 def test_what_the_hub_answers_becomes_a_sentence(
     error: Exception, sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each failure says what to do."""
-
     def fail(*_: object, **__: object) -> None:
         raise error
 
@@ -111,7 +110,6 @@ def test_a_download_reports_its_bytes(
 
 
 def test_what_was_downloaded_serves_without_the_hub(local_hub: FakeHub) -> None:
-    """The second start needs no network."""
     local_hub.files = FILES
     path = resolve("owner/name")
     local_hub.stop()
@@ -121,7 +119,6 @@ def test_what_was_downloaded_serves_without_the_hub(local_hub: FakeHub) -> None:
 def test_what_is_not_here_is_not_downloaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A folder is itself, an id that the Hub's cache lacks is nothing, a wrong name an error."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "empty"))
     assert hub.here(str(tmp_path)) == tmp_path
     assert hub.here("owner/name") is None
@@ -132,8 +129,6 @@ def test_what_is_not_here_is_not_downloaded(
 def test_an_outline_is_the_configuration_and_the_size_of_the_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other files do not count."""
-
     def download(model: str, name: str, revision: str | None) -> str:
         assert (model, name, revision) == ("owner/name", "config.json", None)
         return str(tmp_path / name)
@@ -147,3 +142,41 @@ def test_an_outline_is_the_configuration_and_the_size_of_the_weights(
     monkeypatch.setattr(hub, "hf_hub_download", download)
     monkeypatch.setattr(hub, "HfApi", Api)
     assert hub.outline("owner/name") == (tmp_path, 12)
+
+
+# --- a Hub out of reach is reported within seconds, in one sentence -------------------------------
+
+
+@pytest.fixture
+def silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    for name in ("ALL_PROXY", "HTTP_PROXY", "all_proxy", "http_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as there:
+        yield f"http://127.0.0.1:{there.getsockname()[1]}"
+
+
+def told(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> tuple[str, float]:
+    monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+    begin = time.monotonic()
+    with pytest.raises(ModelError) as caught:
+        hub.outline("owner/name")
+    return str(caught.value), time.monotonic() - begin
+
+
+def test_a_hub_that_cannot_be_reached_is_asked_once(
+    silent: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither where nobody listens, nor where nobody answers, nor where it is not to be asked."""
+    monkeypatch.setattr(hub, "ANSWER_S", 0.5)
+    monkeypatch.setattr(logging.getLogger("huggingface_hub"), "propagate", True)
+    says = "owner/name is not in the local cache"
+    for endpoint in ("http://127.0.0.1:9", silent):
+        sentence, seconds = told(endpoint, monkeypatch)
+        assert sentence.startswith(says)
+        assert "the Hub cannot be reached" in sentence
+        assert seconds < 3
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert told(silent, monkeypatch)[0].startswith(says)
+    assert caplog.records == []

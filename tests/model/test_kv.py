@@ -102,7 +102,6 @@ def feed(model: object, lineage: Lineage, ids: list[int]) -> mx.array:
 def test_a_lineage_rebuilt_from_parts_goes_on_like_the_whole(
     models: dict[str, object], family: str
 ) -> None:
-    """Detach a tail, compact, reassemble, restore the state: the same logits."""
     model = models[family]
     layout = kv.survey(model)
     ids = [int(t) for t in np.random.default_rng(3).integers(10, 400, 300)]
@@ -142,7 +141,6 @@ def test_growing_and_truncating_keep_what_is_there(models: dict[str, object]) ->
 
 
 def test_appending_in_place_copies_nothing(models: dict[str, object]) -> None:
-    """The peak of a step over a large buffer stays far below the buffer."""
     layout = kv.survey(models["llama"])
     line = Lineage(layout)
     line.grow(200_000)
@@ -170,7 +168,6 @@ def test_a_checkpoint_survives_what_comes_after(models: dict[str, object]) -> No
 
 
 def test_a_write_copies_a_buffer_that_something_still_reads() -> None:
-    """All of it; and none of it once the reader is gone."""
     buffer = mx.zeros((1, 8, 4096, 64))
     mx.eval(buffer)
 

@@ -60,7 +60,6 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Waits:
 
 
 def filled(layout: kv.Layout, copy_bytes: int, *, capacity: int = LENGTH) -> Lineage:
-    """A lineage of random numbers."""
     lineage = Lineage(layout, copy_bytes)
     lineage.grow(capacity)
     tail = [
@@ -90,7 +89,6 @@ def same(lineage: Lineage, expected: list[Any], start: int = 0, end: int = LENGT
 def test_growing_copying_and_appending_wait_for_few_evaluations(
     layout: kv.Layout, waits: Waits
 ) -> None:
-    """Not for each of 64 arrays."""
     line = filled(layout, 1 << 30)
     expected = content(line)
     assert waits.during(lambda: line.grow(300)) == 1
@@ -142,7 +140,6 @@ def test_the_arrays_of_a_checkpoint_are_waited_for_once(waits: Waits) -> None:
 def test_what_is_evaluated_at_once_is_bounded_by_bytes(
     layout: kv.Layout, waits: Waits, arrays: int
 ) -> None:
-    """An array that alone is larger is evaluated alone."""
     copied = 412 + 512 - LENGTH  # of each array: the buffer before, and the zeros behind its end
     line = filled(layout, arrays * ONE * copied, capacity=412)
     per_wait = max(1, min(arrays, ARRAYS))
@@ -179,7 +176,6 @@ def test_the_peak_of_growing_and_restoring_is_what_was_given(
 
 
 def _above(line: Lineage, action: Callable[[], object]) -> int:
-    """Most bytes during `action`, above those of the lineage after it."""
     gc.collect()
     mx.clear_cache()
     before = mx.get_active_memory() - line.nbytes
@@ -191,7 +187,6 @@ def _above(line: Lineage, action: Callable[[], object]) -> int:
 def test_where_buffers_are_is_read_with_one_wait(
     layout: kv.Layout, waits: Waits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU, at each commit."""
     monkeypatch.setattr(device, "defers_errors", lambda: True)
     line = filled(layout, 0)
     line.note_pass()

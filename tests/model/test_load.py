@@ -17,7 +17,6 @@ from mlxcache.model.load import ModelSpec, load
 
 @pytest.fixture
 def folder(toy_llama: Path, tmp_path: Path) -> Path:
-    """A toy's folder to spoil."""
     return Path(shutil.copytree(toy_llama, tmp_path / "broken"))
 
 
@@ -27,7 +26,6 @@ def edit(file: Path, **changes: Any) -> None:
 
 
 def test_a_toy_loads_and_runs(toy_llama: Path) -> None:
-    """The model computes, the tokenizer round-trips, and the figures are the files' own."""
     loaded = load(ModelSpec(str(toy_llama)))
     logits = loaded.model(mx.array([[1, 2, 3]]))
     assert logits.shape[:2] == (1, 3)
@@ -44,12 +42,10 @@ def test_a_toy_loads_and_runs(toy_llama: Path) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_5"])
 def test_families_load(toy: Callable[..., Path], family: str) -> None:
-    """Nested configs state their context too."""
     assert load(ModelSpec(str(toy(family)))).info.context_length == 65536
 
 
 def test_what_was_asked_for_is_served(toy: Callable[..., Path]) -> None:
-    """A shorter context, a name of one's own, a thinking model."""
     spec = ModelSpec(str(toy("llama", thinking=True)), context=1000, id="mine", is_demo=True)
     info = load(spec).info
     assert (info.context_length, info.max_context_length) == (1000, 65536)
@@ -63,7 +59,6 @@ def test_more_context_than_the_model_has_is_refused(toy_llama: Path) -> None:
 
 
 def test_a_template_that_takes_an_effort_is_noted(folder: Path) -> None:
-    """An effort is then its argument, and no budget."""
     assert not load(ModelSpec(str(folder))).info.takes_effort
     text = "{{ reasoning_effort }}{{ messages[0].content }}"
     edit(folder / "tokenizer_config.json", chat_template=text)
@@ -101,7 +96,6 @@ def test_a_generation_config_that_is_no_object_is_named(folder: Path) -> None:
 
 
 def test_ends_of_turn_of_a_nested_config(folder: Path) -> None:
-    """Where the top level names none."""
     config = json.loads((folder / "config.json").read_text())
     config.pop("eos_token_id")
     (folder / "config.json").write_text(json.dumps(config | {"text_config": {"eos_token_id": 11}}))
@@ -109,89 +103,43 @@ def test_ends_of_turn_of_a_nested_config(folder: Path) -> None:
     assert loaded.tokenizer.eos_token_ids == {loaded.tokenizer.eos_token_id, 11}
 
 
-def spoil_nothing_left(folder: Path) -> None:
-    (folder / "config.json").unlink()
-
-
-def spoil_config(folder: Path) -> None:
-    (folder / "config.json").write_text("{")
-
-
-def spoil_config_list(folder: Path) -> None:
-    (folder / "config.json").write_text("[]")
-
-
-def spoil_type(folder: Path) -> None:
-    edit(folder / "config.json", model_type=None)
-
-
-def spoil_unknown(folder: Path) -> None:
-    edit(folder / "config.json", model_type="no_such_type")
-
-
-def spoil_package(folder: Path) -> None:
-    edit(folder / "config.json", model_type="olmo")
-
-
-def spoil_weights(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
-
-
-def spoil_bytes(folder: Path) -> None:
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:1000])
-
-
-def spoil_shards(folder: Path) -> None:
-    edit(
-        folder / "model.safetensors.index.json",
-        weight_map={"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"},
-    )
-
-
-def spoil_index(folder: Path) -> None:
-    (folder / "model.safetensors.index.json").write_text('{"weight_map": ["model.safetensors"]}')
-
-
-def spoil_shape(folder: Path) -> None:
-    edit(folder / "config.json", num_hidden_layers=6)
-
-
-def spoil_tokenizer(folder: Path) -> None:
-    for file in folder.glob("tokenizer*"):
-        file.unlink()
-
-
-def spoil_tokenizer_bytes(folder: Path) -> None:
-    (folder / "tokenizer.json").write_text("{")
-
-
-def spoil_remote(folder: Path) -> None:
-    edit(folder / "config.json", model_file="model.py")
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+SHARDS = {"a": WEIGHTS, "b": "model-00002-of-00002.safetensors"}
 
 
 @pytest.mark.parametrize(
-    ("spoil", "sentence"),
+    ("file", "content", "sentence"),
     [
-        (spoil_nothing_left, "no config.json"),
-        (spoil_config, "config.json cannot be read"),
-        (spoil_config_list, "config.json is not a JSON object"),
-        (spoil_type, "config.json has no model_type"),
-        (spoil_package, "mlx-lm lacks a package"),
-        (spoil_unknown, "config.json.*no_such_type.*mlx-lm 0"),
-        (spoil_weights, r"no weights.*mlx_lm\.convert"),
-        (spoil_bytes, "cannot be loaded"),
-        (spoil_shards, "lacks 1 of its weight files, model-00002-of-00002"),
-        (spoil_index, "index.json has no object `weight_map`"),
-        (spoil_shape, "cannot be loaded.*Missing"),
-        (spoil_tokenizer, "has no tokenizer"),
-        (spoil_tokenizer_bytes, "tokenizer in .* cannot be loaded"),
-        (spoil_remote, "--trust-remote-code"),
+        (CONFIG, None, "no config.json"),
+        (CONFIG, "{", "config.json cannot be read"),
+        (CONFIG, "[]", "config.json is not a JSON object"),
+        (CONFIG, {"model_type": None}, "config.json has no model_type"),
+        (CONFIG, {"model_type": "olmo"}, "mlx-lm lacks a package"),
+        (CONFIG, {"model_type": "no_such_type"}, "config.json.*no_such_type.*mlx-lm 0"),
+        (CONFIG, {"num_hidden_layers": 6}, "cannot be loaded.*Missing"),
+        (CONFIG, {"model_file": "model.py"}, "--trust-remote-code"),
+        (WEIGHTS, None, r"no weights.*mlx_lm\.convert"),
+        (WEIGHTS, "half a header", "cannot be loaded"),
+        (INDEX, {"weight_map": SHARDS}, "lacks 1 of its weight files, model-00002-of-00002"),
+        (INDEX, {"weight_map": [WEIGHTS]}, "index.json has no object `weight_map`"),
+        ("tokenizer.json", None, "has no tokenizer"),
+        ("tokenizer.json", "{", "tokenizer in .* cannot be loaded"),
     ],
 )
-def test_what_is_wrong_is_said(folder: Path, spoil: Callable[[Path], None], sentence: str) -> None:
-    """One sentence, with the folder in it, and no traceback of another library."""
-    spoil(folder)
+def test_what_is_wrong_is_said(
+    folder: Path, file: str, content: str | dict[str, Any] | None, sentence: str
+) -> None:
+    """One sentence, with the folder in it, and no traceback of another library.
+
+    `content`: that of a file, what is changed in its JSON, or None if it and its kind are missing.
+    """
+    if isinstance(content, dict):
+        edit(folder / file, **content)
+    elif content is not None:
+        (folder / file).write_text(content)
+    else:
+        for one in folder.glob(f"{Path(file).stem}*"):
+            one.unlink()
     with pytest.raises(ModelError, match=f"(?s){sentence}") as caught:
         load(ModelSpec(str(folder)))
     assert str(folder) in str(caught.value)
@@ -206,7 +154,6 @@ def make_adapter(folder: Path, **weights: mx.array) -> Path:
 
 
 def test_an_adapter_changes_what_is_computed(toy_llama: Path, tmp_path: Path) -> None:
-    """It is applied to the layers that it names, and counted."""
     plain = load(ModelSpec(str(toy_llama)))
     name = "model.layers.3.self_attn.q_proj"
     width = plain.model.layers[3].self_attn.q_proj.weight.shape
@@ -224,7 +171,6 @@ def test_an_adapter_changes_what_is_computed(toy_llama: Path, tmp_path: Path) ->
 
 
 def test_what_is_wrong_with_an_adapter_is_said(toy_llama: Path, tmp_path: Path) -> None:
-    """A file that is missing, or tensors of another model."""
     with pytest.raises(ModelError, match=r"has no adapter_config\.json"):
         load(ModelSpec(str(toy_llama), adapter=str(tmp_path / "none")))
     alien = make_adapter(tmp_path / "alien", **{"other.lora_a": mx.ones((2, 2))})

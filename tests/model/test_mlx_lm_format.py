@@ -46,7 +46,6 @@ def random_ids(count: int) -> Tokens:
 
 
 def greedy(model: Any, ids: Tokens, caches: Any = None) -> list[int]:
-    """The next tokens after `ids`, which follow what `caches` hold."""
     steps = generate_step(mx.array(ids), model, max_tokens=TOKENS, prompt_cache=caches)
     return [int(token) for token, _ in steps]
 
@@ -73,7 +72,6 @@ def written(path: Path, model: Any, ids: Tokens, name: str = "toy") -> Path:
 
 
 def cache_prompt(toy: Path, path: Path, text: str) -> Path:
-    """What mlx_lm.cache_prompt writes for `text`."""
     command = [sys.executable, "-m", "mlx_lm", "cache_prompt", "--model", str(toy)]
     command += ["--prompt", text, "--prompt-cache-file", str(path)]
     subprocess.run(command, check=True, capture_output=True, timeout=120)
@@ -150,7 +148,6 @@ def test_our_file_comes_back_to_us(toy: ToyMaker, family: str, tmp_path: Path) -
 
 
 def go_on(model: Any, found: Any) -> list[int]:
-    """The next tokens of a lineage filled with what was read."""
     lineage = Lineage(kv.survey(model))
     lineage.grow(found.length + 300)
     lineage.append(found.arrays, found.length)

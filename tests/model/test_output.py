@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerFast
 from mlxcache.model.markers import grammar
 from mlxcache.model.output import OutputParser
 from mlxcache.types import Piece, Text, Thinking, ToolCall
+from tests.model import tool_families
 
 TOOLS = (
     {
@@ -82,7 +83,6 @@ def wrapped(
 def run(
     tokenizer: Any, text: str, reason: Any = "stop", **options: Any
 ) -> tuple[list[Piece], OutputParser]:
-    """All pieces of a reply, neighbours of a kind joined, and the parser that made them."""
     parser = OutputParser(tokenizer, **options)
     pieces: list[Piece] = []
     for token in tokenizer.encode(text, add_special_tokens=False):
@@ -106,7 +106,6 @@ def joined(pieces: Sequence[Piece]) -> list[Piece]:
 
 
 def call(pieces: Sequence[Piece], at: int = 0) -> tuple[str, Any]:
-    """The name and the parsed arguments of the call numbered `at`."""
     (found,) = [p for p in pieces if isinstance(p, ToolCall) and p.index == at]
     return found.name, json.loads(found.arguments)
 
@@ -132,7 +131,6 @@ SANE = st.characters(exclude_characters="\0", exclude_categories=["Cs"])
 @settings(max_examples=60, deadline=None)
 @given(st.text(SANE, max_size=40), st.sampled_from(["bpe", "naive", "spm"]))
 def test_text_comes_out_as_it_was_encoded(text: str, kind: str) -> None:
-    """Characters of several bytes are whole, whatever the detokenizer; nothing is lost."""
     tokenizer = PLAIN[kind]
     # mlx-lm's byte-level detokenizer drops the space that a reply begins with
     prime = tokenizer.encode("x", add_special_tokens=False)
@@ -151,7 +149,6 @@ PLAIN = {kind: wrapped(kind=kind) for kind in DETOKENIZERS}
 
 @pytest.mark.parametrize("kind", list(DETOKENIZERS))
 def test_a_character_cut_off_is_marked(kind: str) -> None:
-    """A reply that ends within a character shows the replacement character, once."""
     tokenizer = wrapped(kind=kind)
     parser = OutputParser(tokenizer)
     pieces: list[Piece] = []
@@ -165,7 +162,6 @@ def test_a_character_cut_off_is_marked(kind: str) -> None:
 
 
 def test_the_end_of_turn_is_never_text(qwen: TokenizerWrapper) -> None:
-    """The eos token ends the reply, flushes it, and what comes after is ignored."""
     pieces, parser = run(qwen, f"hello\n{EOS}more")
     assert (pieces, parser.done) == ([Text("hello\n")], "stop")
     assert parser.feed(0) == []
@@ -187,7 +183,6 @@ def run_on(parser: OutputParser, tokenizer: Any, text: str) -> list[Piece]:
 
 
 def test_two_replies_at_once_do_not_mix(qwen: TokenizerWrapper) -> None:
-    """Parsers of one tokenizer share nothing that changes."""
     one, two = OutputParser(qwen), OutputParser(qwen)
     out: list[list[Piece]] = [[], []]
     for a, b in zip(qwen.encode("first é"), qwen.encode("other è"), strict=True):
@@ -207,7 +202,6 @@ def test_a_stop_string_ends_the_text_and_is_not_in_it(qwen: TokenizerWrapper) ->
 
 
 def test_a_stop_string_half_written_is_let_out_at_the_end(qwen: TokenizerWrapper) -> None:
-    """What was held back was text after all."""
     pieces, parser = run(qwen, "one ST", "length", stop=("STOP",))
     assert (pieces, parser.done, parser.stop_sequence) == ([Text("one ST")], "length", None)
 
@@ -221,7 +215,6 @@ def test_a_stop_string_of_newlines_stops_a_completion(qwen: TokenizerWrapper) ->
 
 
 def test_a_stop_string_does_not_end_a_tool_call(qwen: TokenizerWrapper) -> None:
-    """Its arguments are not visible text."""
     pieces, parser = run(qwen, LOOK, stop=("Aix", "look"), tools=TOOLS)
     assert call(pieces) == ("look", {"city": "Aix"})
     assert parser.done == "tool_calls"
@@ -245,7 +238,6 @@ def test_a_stop_string_in_a_call_that_was_cut_is_why_the_reply_ended(
 
 
 def test_a_stop_string_is_not_found_across_a_call_or_thinking(qwen: TokenizerWrapper) -> None:
-    """Only neighbours in the text are searched together."""
     pieces, parser = run(qwen, f"ST{LOOK}", stop=("ST<tool", "STOP"), tools=TOOLS)
     assert pieces[0] == Text("ST")
     assert call(pieces) == ("look", {"city": "Aix"})
@@ -268,7 +260,6 @@ def test_the_rest_of_a_message_keeps_its_first_blanks(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", list(DETOKENIZERS))
 def test_a_blank_at_the_end_of_a_prompt_is_not_in_the_reply(kind: str) -> None:
-    """Nor is one missing that the reply begins with."""
     tokenizer = wrapped(kind=kind)
     prime = tokenizer.encode("Well, ", add_special_tokens=False)
     for rest in ("so", " so", "\nso"):
@@ -289,7 +280,6 @@ def test_the_rest_of_a_message_may_call_and_stop(qwen: TokenizerWrapper) -> None
 
 
 def test_a_message_continued_in_its_thinking_thinks_on(qwen: TokenizerWrapper) -> None:
-    """The client began the think block itself."""
     pieces, _ = run(qwen, "hm\n</think>\n\nso", thinking_open=True, continued=True)
     assert pieces == [Thinking("hm"), Text("so")]
 
@@ -305,7 +295,6 @@ def test_thinking_is_apart_and_its_framing_gone(qwen: TokenizerWrapper) -> None:
 
 
 def test_thinking_that_the_prompt_opened(qwen: TokenizerWrapper) -> None:
-    """The reply begins inside the block."""
     pieces, parser = run(qwen, "a\n</think>\n\nhello", thinking_open=True)
     assert pieces == [Thinking("a"), Text("hello")]
     assert parser.reasoning_tokens == len("a\n") + 1
@@ -320,14 +309,12 @@ def test_an_empty_block_is_no_thinking(qwen: TokenizerWrapper, inside: str) -> N
 
 @pytest.mark.parametrize("reason", ["stop", "length", "repetition", "cancelled"])
 def test_thinking_that_never_ends_is_kept(qwen: TokenizerWrapper, reason: Any) -> None:
-    """To the last newline, and half a closing marker."""
     for end in ("\n", "\n</thi"):
         pieces, parser = run(qwen, f"<think>\na{end}", reason)
         assert (pieces, parser.done) == ([Thinking(f"a{end}")], reason)
 
 
 def test_a_closing_marker_spelled_out_closes(qwen: TokenizerWrapper) -> None:
-    """Not in one token, and not leaked."""
     parser = OutputParser(qwen, thinking_open=True)
     spelled = [qwen.encode(c, add_special_tokens=False)[0] for c in "a</think>b"]
     pieces = [p for token in spelled for p in parser.feed(token)] + parser.finish("stop")
@@ -345,7 +332,6 @@ def test_text_about_think_markers_is_text(qwen: TokenizerWrapper) -> None:
 
 
 def test_a_model_that_does_not_think_may_say_the_word() -> None:
-    """Markers are those of the vocabulary."""
     pieces, _ = run(wrapped(), "<think>a</think>")
     assert pieces == [Text("<think>a</think>")]
 
@@ -355,7 +341,6 @@ def test_a_model_that_does_not_think_may_say_the_word() -> None:
 
 @pytest.mark.parametrize("reason", ["length", "cancelled"])
 def test_a_reply_cut_in_its_second_call_says_so(qwen: TokenizerWrapper, reason: Any) -> None:
-    """The first call is whole; what there is of the second is text."""
     cut = LOOK[: len(LOOK) // 2]
     pieces, parser = run(qwen, f"{LOOK}\n{cut}", reason, tools=TOOLS)
     assert [type(piece) for piece in pieces] == [ToolCall, Text]
@@ -396,7 +381,6 @@ def test_a_loop_within_a_call_leaves_no_call(family: str, begun: str) -> None:
 
 
 def test_several_calls_in_one_turn(qwen: TokenizerWrapper) -> None:
-    """Numbered, with ids of their own, blank text between them dropped."""
     pieces, parser = run(qwen, f"\n\n{LOOK}\n{LOOK} \n{EOS}", tools=TOOLS)
     calls = [p for p in pieces if isinstance(p, ToolCall)]
     assert len(pieces) == len(calls) == 2
@@ -417,7 +401,6 @@ def test_the_turn_ends_where_anything_but_a_call_follows(qwen: TokenizerWrapper,
 
 
 def test_one_call_is_enough_where_the_client_wants_one(qwen: TokenizerWrapper) -> None:
-    """The closing marker of the first ends the reply."""
     parser = OutputParser(qwen, tools=TOOLS, parallel_tools=False)
     pieces = run_on(parser, qwen, LOOK)
     assert [type(p) for p in pieces] == [ToolCall]
@@ -425,7 +408,6 @@ def test_one_call_is_enough_where_the_client_wants_one(qwen: TokenizerWrapper) -
 
 
 def test_without_tools_a_call_is_text(qwen: TokenizerWrapper) -> None:
-    """Markers and all."""
     for tools in (None, ()):
         pieces, parser = run(qwen, f"a\n{LOOK}", tools=tools)
         assert (pieces, parser.done) == ([Text(f"a\n{LOOK}")], "stop")
@@ -449,7 +431,6 @@ def test_without_tools_a_call_is_text(qwen: TokenizerWrapper) -> None:
     ],
 )
 def test_a_malformed_call_comes_back_as_text(qwen: TokenizerWrapper, block: str) -> None:
-    """Whole, with its markers, between the text around it; the reply goes on."""
     pieces, parser = run(qwen, f"a\n{block}\nb", tools=TOOLS)
     assert (pieces, parser.done) == ([Text(f"a\n{block}\nb")], "stop")
 
@@ -475,7 +456,6 @@ def test_a_call_without_its_closing_marker_counts_at_the_end_of_turn(
 
 
 def test_a_malformed_second_call_is_not_lost(qwen: TokenizerWrapper) -> None:
-    """It follows the first as text, and ends the turn."""
     pieces, parser = run(qwen, f"{LOOK}\n<tool_call>{{</tool_call>\n", tools=TOOLS)
     assert [type(p) for p in pieces] == [ToolCall, Text]
     assert pieces[1] == Text("<tool_call>{</tool_call>")
@@ -503,7 +483,6 @@ def test_a_call_within_thinking(qwen: TokenizerWrapper) -> None:
 
 
 def test_a_malformed_call_within_thinking_stays_there(qwen: TokenizerWrapper) -> None:
-    """Thinking about calls is not visible text."""
     pieces, _ = run(qwen, "<think>a <tool_call> b</tool_call> c</think>d", tools=TOOLS)
     assert pieces == [Thinking("a <tool_call> b</tool_call> c"), Text("d")]
 
@@ -554,64 +533,15 @@ def test_spellings_of_a_call(qwen: TokenizerWrapper, body: str, arguments: Any) 
 
 
 def test_a_call_of_an_unknown_tool_is_a_call(qwen: TokenizerWrapper) -> None:
-    """The client tells the model so."""
     pieces, _ = run(qwen, LOOK.replace("look", "fly"), tools=TOOLS)
     assert call(pieces)[0] == "fly"
 
 
 # --- families -------------------------------------------------------------------------------------
 
-Q = '<|"|>'
-FAMILIES = {
-    "json_tools": LOOK.replace('"Aix"', '"Aix", "days": 2'),
-    "qwen3_coder": (
-        "<tool_call>\n<function=look>\n<parameter=city>\nAix\n</parameter>\n"
-        "<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>"
-    ),
-    "mistral": '[TOOL_CALLS]look[ARGS]{"city": "Aix", "days": 2}',
-    "kimi_k2": (
-        "<|tool_calls_section_begin|><|tool_call_begin|>functions.look:0"
-        '<|tool_call_argument_begin|>{"city": "Aix", "days": 2}<|tool_call_end|>'
-        "<|tool_calls_section_end|>"
-    ),
-    "kimi_k3": (
-        '<|open|>tools<|sep|><|open|>call tool="look" index="1"<|sep|>'
-        '<|open|>argument key="city" type="string"<|sep|>Aix<|close|>argument<|sep|>'
-        '<|open|>argument key="days" type="number"<|sep|>2<|close|>argument<|sep|>'
-        "<|close|>call<|sep|><|close|>tools<|sep|>"
-    ),
-    "glm47": (
-        "<tool_call>look\n<arg_key>city</arg_key>\n<arg_value>Aix</arg_value>\n"
-        "<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>"
-    ),
-    "laguna": (
-        "<tool_call>look<arg_key>city</arg_key><arg_value>Aix</arg_value>"
-        "<arg_key>days</arg_key><arg_value>2</arg_value></tool_call>"
-    ),
-    "minimax_m2": (
-        '<minimax:tool_call>\n<invoke name="look">\n<parameter name="city">Aix</parameter>\n'
-        '<parameter name="days">2</parameter>\n</invoke>\n</minimax:tool_call>'
-    ),
-    "minicpm5": (
-        '<function name="look"><param name="city">Aix</param>'
-        '<param name="days">2</param></function>'
-    ),
-    "pythonic": '<|tool_call_start|>[look(city="Aix", days=2)]<|tool_call_end|>',
-    "function_gemma": (
-        "<start_function_call>call:look{city:<escape>Aix<escape>,days:2}<end_function_call>"
-    ),
-    "gemma4": f"<|tool_call>call:look{{city:{Q}Aix{Q},days:2}}<tool_call|>",
-    "longcat": (
-        "<longcat_tool_call>look\n<longcat_arg_key>city</longcat_arg_key>\n"
-        "<longcat_arg_value>Aix</longcat_arg_value>\n<longcat_arg_key>days</longcat_arg_key>\n"
-        "<longcat_arg_value>2</longcat_arg_value>\n</longcat_tool_call>"
-    ),
-    "muse_spark": (
-        '<atem:function_calls><atem:invoke name="look"><atem:parameter name="city">Aix'
-        '</atem:parameter><atem:parameter name="days">2</atem:parameter></atem:invoke>'
-        "</atem:function_calls>"
-    ),
-}
+CALL = [("look", {"city": "Aix", "days": 2})]
+FAMILIES = {f.parser: f.render(CALL) for f in tool_families.FAMILIES.values() if f.parser}
+"""A call as each family's template writes it, by mlx-lm's parser."""
 
 
 def markers_of(family: str) -> list[str]:
@@ -619,19 +549,9 @@ def markers_of(family: str) -> list[str]:
     return [m for m in (module.tool_call_start, module.tool_call_end) if m]
 
 
-def test_every_parser_of_mlx_lm_is_tested() -> None:
-    """A family that a new mlx-lm brings must get its example here."""
-    import pkgutil
-
-    from mlx_lm import tool_parsers
-
-    assert {m.name for m in pkgutil.iter_modules(tool_parsers.__path__)} == set(FAMILIES)
-
-
 @pytest.mark.parametrize("spelled", [False, True])
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_a_well_formed_call_of_each_family(family: str, spelled: bool) -> None:
-    """Text before it, the call, the end of turn; markers in one token or in many."""
     tokenizer = wrapped(family, () if spelled else markers_of(family))
     pieces, parser = run(tokenizer, f"I look.\n{FAMILIES[family]}{EOS}", tools=TOOLS)
     assert pieces[0] == Text("I look.")
@@ -642,7 +562,6 @@ def test_a_well_formed_call_of_each_family(family: str, spelled: bool) -> None:
 
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_each_family_without_tools(family: str) -> None:
-    """All is text where the request has no tools."""
     tokenizer = wrapped(family, markers_of(family))
     pieces, parser = run(tokenizer, f"a\n{FAMILIES[family]}{EOS}")
     assert (pieces, parser.done) == ([Text(f"a\n{FAMILIES[family]}")], "stop")
@@ -650,7 +569,6 @@ def test_each_family_without_tools(family: str) -> None:
 
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_each_family_cut_off_anywhere(family: str) -> None:
-    """Nothing is made up and nothing lost: text, or the call where it is complete."""
     tokenizer = wrapped(family, markers_of(family))
     ids = tokenizer.encode(FAMILIES[family], add_special_tokens=False)
     for length in range(0, len(ids) + 1, 3):
@@ -670,7 +588,6 @@ def test_each_family_cut_off_anywhere(family: str) -> None:
 @settings(max_examples=25, deadline=None)
 @given(junk=st.text(st.sampled_from('{}[]()<>"=:,/|\\ax1\n'), max_size=40))
 def test_garbage_in_a_block_never_raises(family: str, junk: str) -> None:
-    """Whatever the parser makes of it, the reply is text or a well-formed call."""
     tokenizer = TOKENIZERS[family]
     start, *end = markers_of(family)
     block = start + junk + "".join(end)
@@ -688,7 +605,6 @@ TOKENIZERS = {family: wrapped(family) for family in FAMILIES}
 
 
 def test_several_calls_in_one_block() -> None:
-    """Ids that the model gave are kept, and kept apart."""
     one = '<|tool_call_begin|>functions.look:0<|tool_call_argument_begin|>{"city": "A"}'
     two = one.replace('"A"', '"B"')
     block = (
@@ -730,7 +646,6 @@ CHANNEL = ("<|channel>", "<channel|>")
 
 
 def test_a_channel_for_thought() -> None:
-    """Gemma 4's markers are a token and a word."""
     tokenizer = wrapped("gemma4", (*CHANNEL, *markers_of("gemma4")))
     text = f"<|channel>thought\nhm\n<channel|>{FAMILIES['gemma4']}"
     pieces, _ = run(tokenizer, text, tools=TOOLS)
@@ -739,7 +654,6 @@ def test_a_channel_for_thought() -> None:
 
 
 def test_structural_markers_are_framing() -> None:
-    """Kimi K3 wraps each part of a message."""
     tokenizer = wrapped("kimi_k3", XTML)
     text = (
         "<|open|>think<|sep|>hm<|close|>think<|sep|><|open|>response<|sep|>Hello"
@@ -798,14 +712,11 @@ def test_the_framing_is_that_of_mlx_lm(family: str | None, marks: Any) -> None:
 
 
 def cut(text: str, cuts: Sequence[int]) -> list[str]:
-    """`text` in pieces, cut at `cuts` modulo its length."""
     places = sorted({c % (len(text) + 1) for c in cuts} | {0, len(text)})
     return [text[a:b] for a, b in pairwise(places)]
 
 
 class Chunks:
-    """A tokenizer whose tokens are given pieces of text."""
-
     def __init__(self, base: TokenizerWrapper, pieces: Sequence[str]):
         self._base, self._pieces = base, pieces
         self.eos_token_ids: set[int] = set()
@@ -869,7 +780,6 @@ FRAMED = {
 def test_the_cut_into_tokens_changes_nothing(
     framing: str, data: st.DataObject, cuts: list[int], reason: Any, **options: Any
 ) -> None:
-    """Pieces, end and stop string are those of the whole text fed at once."""
     tokenizer, fragments = FRAMED[framing]
     text = "".join(data.draw(st.lists(st.sampled_from(fragments), max_size=12)))
     results = []
@@ -884,8 +794,6 @@ def test_the_cut_into_tokens_changes_nothing(
 
 
 class Spelled(Chunks):
-    """No marker is a token of its own."""
-
     def encode(self, text: str, **_: Any) -> list[int]:
         return [-2] * len(text)
 
@@ -952,7 +860,6 @@ def oss() -> TokenizerWrapper:
 
 
 def test_channels_are_thinking_and_text(oss: TokenizerWrapper) -> None:
-    """Headers are neither."""
     pieces, parser = run(oss, f"{ANALYSIS}<|channel|>final<|message|>Hello{EOS}")
     assert pieces == [Thinking("hm"), Text("Hello")]
     assert (parser.done, parser.reasoning_tokens) == ("stop", 3)
@@ -980,7 +887,6 @@ def test_a_message_with_a_recipient_is_a_call(call_ends_turn: bool) -> None:
 
 
 def test_two_calls_of_gpt_oss(oss: TokenizerWrapper) -> None:
-    """Each in a message of its own; thinking after them ends the turn."""
     more = f"{COMMENTARY}<|start|>assistant{COMMENTARY}<|start|>assistant{ANALYSIS}"
     pieces, parser = run(oss, more, tools=TOOLS)
     assert [type(p) for p in pieces] == [ToolCall, ToolCall]
@@ -988,7 +894,6 @@ def test_two_calls_of_gpt_oss(oss: TokenizerWrapper) -> None:
 
 
 def test_a_call_of_gpt_oss_without_tools_or_sense_is_text(oss: TokenizerWrapper) -> None:
-    """Header and all."""
     assert run(oss, COMMENTARY)[0] == [Text(COMMENTARY)]
     broken = COMMENTARY.replace("}", "")
     pieces, parser = run(oss, ANALYSIS + broken, tools=TOOLS)
@@ -998,14 +903,12 @@ def test_a_call_of_gpt_oss_without_tools_or_sense_is_text(oss: TokenizerWrapper)
 
 @pytest.mark.parametrize("keep", range(0, len("<|channel|>final<|mes"), 4))
 def test_a_header_cut_off_is_not_text(oss: TokenizerWrapper, keep: int) -> None:
-    """The reply ran into its limit before it said anything."""
     header = "<|channel|>final<|mes"[:keep]
     assert run(oss, ANALYSIS + header, "length")[0] == [Thinking("hm")]
 
 
 @pytest.mark.parametrize("text", ["final", "analysis of it", " to=look it"])
 def test_the_rest_of_a_message_has_no_header(oss: TokenizerWrapper, text: str) -> None:
-    """What looks like one is text; further messages have theirs."""
     prime = oss.encode("x", add_special_tokens=False)
     parser = OutputParser(oss, continued=True, prime=prime)
     assert joined(run_on(parser, oss, text)) == [Text(text)]
@@ -1014,7 +917,6 @@ def test_the_rest_of_a_message_has_no_header(oss: TokenizerWrapper, text: str) -
 
 
 def test_a_reply_without_a_header_is_text_at_once(oss: TokenizerWrapper) -> None:
-    """As after a raw prompt, which did not open one."""
     parser = OutputParser(oss, stop=("two",))
     pieces = run_on(parser, oss, "one <|message|> t")
     assert joined(pieces) == [Text("one <|message|> ")]
@@ -1023,7 +925,6 @@ def test_a_reply_without_a_header_is_text_at_once(oss: TokenizerWrapper) -> None
 
 
 def test_text_about_the_format_is_text(oss: TokenizerWrapper) -> None:
-    """Spelled out, its tokens mean nothing."""
     ids = oss.encode(f"{ANALYSIS}<|channel|>final<|message|>", add_special_tokens=False)
     ids += [oss.encode(c, add_special_tokens=False)[0] for c in "the <|end|> token"]
     parser = OutputParser(oss)
@@ -1032,7 +933,6 @@ def test_text_about_the_format_is_text(oss: TokenizerWrapper) -> None:
 
 
 def test_gpt_oss_told_of_another_format(oss: TokenizerWrapper) -> None:
-    """Channels stay, calls are looked for in the text."""
     text = f"{ANALYSIS}<|channel|>final<|message|>{LOOK}"
     pieces, _ = run(oss, text, tools=TOOLS, generic_tools=True)
     assert call(pieces) == ("look", {"city": "Aix"})

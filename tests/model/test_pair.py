@@ -19,7 +19,6 @@ from tests.rounding import rounding
 
 
 def test_a_pair_is_one_model_of_both(toy: ToyMaker) -> None:
-    """One layout over the layers of both, the weights of both, the target's logits and context."""
     target, draft = toy("llama"), toy("qwen3", layers=2, kv_heads=1, context=4096)
     loaded, alone = (load(ModelSpec(str(target), draft=name)) for name in (str(draft), None))
     other = load(ModelSpec(str(draft)))
@@ -37,7 +36,6 @@ def test_a_pair_is_one_model_of_both(toy: ToyMaker) -> None:
 
 
 def test_no_more_is_served_than_the_draft_has_positions_for(toy: ToyMaker) -> None:
-    """And asking for more is refused, with the flag that is at fault."""
     names: dict[str, Any] = {
         "model": str(toy("llama")),
         "draft": str(toy("llama", layers=2, context=4096)),
@@ -57,7 +55,6 @@ def test_no_more_is_served_than_the_draft_has_positions_for(toy: ToyMaker) -> No
     ],
 )
 def test_layers_that_cannot_be_cut_back_are_refused(toy: ToyMaker, family: str, why: str) -> None:
-    """In the model and in the draft, with the class and the model's part."""
     for model, draft, part in (
         (family, "llama", "the model"),
         ("llama", family, "the draft model"),
@@ -76,7 +73,6 @@ def test_sliding_windows_are_paired(toy: ToyMaker, family: str) -> None:
 
 
 def test_another_tokenizer_is_refused(toy: ToyMaker, tmp_path: Path) -> None:
-    """Larger, or as large with a token in another place."""
     target = toy("llama")
     with pytest.raises(ModelError, match=r"another tokenizer: 600 tokens, where .* has 512"):
         load(ModelSpec(str(target), draft=str(toy("llama", vocab_size=600))))
@@ -91,6 +87,5 @@ def test_another_tokenizer_is_refused(toy: ToyMaker, tmp_path: Path) -> None:
 
 
 def test_a_draft_that_is_not_there_is_told_of_as_such(toy: ToyMaker, tmp_path: Path) -> None:
-    """And not as if it were the model."""
     with pytest.raises(ModelError, match=r"^--draft-model: There is no folder"):
         load(ModelSpec(str(toy("llama")), draft=str(tmp_path / "nothing")))

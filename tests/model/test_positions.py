@@ -29,7 +29,6 @@ ARRANGEMENTS: dict[str, list[Part]] = {
 
 
 def spans_of(parts: list[Part]) -> tuple[list[int], list[ImageSpan]]:
-    """Token ids, and the spans of the images, each between two marks."""
     ids: list[int] = []
     spans: list[ImageSpan] = []
     for part in parts:

@@ -25,6 +25,7 @@ from mlxcache.model.lineage import Lineage
 from mlxcache.model.mlx_lm_format import PromptCacheFile, agrees, read_prompt_cache
 from mlxcache.types import join_ids, token_ids
 from tests.conftest import ToyMaker
+from tests.model.test_serialise import save
 from tests.rounding import rounding
 from tests.toys import tiny
 
@@ -106,7 +107,6 @@ def test_logits_do_not_depend_on_the_chunks(toy: ToyMaker, family: str, bits: in
 def test_a_quantised_lineage_rebuilt_from_parts_goes_on_like_the_whole(
     toy: ToyMaker, family: str, bits: int, tmp_path: Path
 ) -> None:
-    """Six arrays a layer, detached, compacted and read from a file."""
     model = mlx_lm.load(str(toy(family, head_dim=HEAD)))[0]
     layout = kv.survey(model, kv_bits=bits)
     assert {len(spec) for spec in layout.specs} == {6}
@@ -117,14 +117,7 @@ def test_a_quantised_lineage_rebuilt_from_parts_goes_on_like_the_whole(
     assert line.aligned()
     tail = line.detach(120, 150)
     run = wire.copied_run(layout, [(line, 40, 120)], memoryview(bytearray(1 << 20)))
-    arrays = {
-        t.name: mx.array(np.frombuffer(t.data, np.uint8))
-        .view(wire.DTYPES[t.dtype])
-        .reshape(t.shape)
-        for t in run
-    }
-    path = tmp_path / "run.safetensors"
-    mx.save_safetensors(str(path), arrays)
+    path = save(tmp_path / "run", run)
     line.truncate(40)
     line.compact(0, 40)
     again = Lineage(layout)

@@ -39,7 +39,6 @@ def test_it_loads_here_and_in_mlx_lm_and_speaks(
 
 
 def test_a_reply_depends_on_the_whole_prompt(tmp_path: Path) -> None:
-    """One other token at its start is another reply."""
     folder = make_random(tmp_path, "tiny")
     model, tokenizer = load(str(folder))[:2]
     words = list(range(100, 160))

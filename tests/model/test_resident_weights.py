@@ -107,7 +107,6 @@ def test_parts_hold_every_array_once() -> None:
 
 
 def test_as_much_is_read_at_once_as_takes_a_quarter_of_a_second() -> None:
-    """From the first part on, and within bounds."""
     pace = Pace(1000, 50_000)
     assert pace.nbytes == 1000
     for seconds, then in ((0.1, 2500), (0.001, 50_000), (10.0, 1000)):

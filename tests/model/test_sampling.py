@@ -48,7 +48,6 @@ def draws(sampling: Sampling, n: int, values: mx.array | None = None) -> list[in
 
 
 def test_the_defaults_are_valid_and_greedy() -> None:
-    """A request that says nothing about sampling is served."""
     validate(Sampling(), V)
     assert draws(Sampling(), 3) == [int(mx.argmax(logprobs()))] * 3
 
@@ -88,7 +87,6 @@ def test_the_defaults_are_valid_and_greedy() -> None:
     ],
 )
 def test_a_value_out_of_range_is_refused_by_name(field: str, value: Any) -> None:
-    """The client learns which field is wrong."""
     with pytest.raises(BadRequest, match=field) as caught:
         validate(replace(Sampling(), **{field: value}), V)
     assert caught.value.param == field.replace("_context", "_context_size")
@@ -112,7 +110,6 @@ def test_a_biased_token_that_the_model_lacks_is_named() -> None:
     ],
 )
 def test_the_ends_of_each_range_draw_a_token(sampling: Sampling) -> None:
-    """What validation lets through neither raises nor becomes NaN."""
     validate(sampling, V)
     logits = logprobs()
     for process in make_processors(sampling, 1):
@@ -139,7 +136,6 @@ def test_next_to_zero_is_greedy(temperature: float) -> None:
 
 
 def test_a_seed_repeats_and_its_absence_does_not() -> None:
-    """Same seed, same tokens; without one, two requests differ."""
     plain = Sampling(temperature=1.5)
     assert draws(replace(plain, seed=7), 40) == draws(replace(plain, seed=7), 40)
     assert draws(replace(plain, seed=7), 40) != draws(replace(plain, seed=8), 40)
@@ -173,7 +169,6 @@ def test_xtc_draws_from_the_key_of_the_request() -> None:
 
 
 def test_seeded_draws_do_not_depend_on_the_global_generator() -> None:
-    """Other requests draw in between; only a request's own key counts."""
     sampler = make_sampler(Sampling(temperature=1.5, seed=7), V)
     mixed = []
     for _ in range(20):
@@ -208,7 +203,6 @@ def test_draws_follow_the_distribution() -> None:
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16])
 def test_filters_leave_only_what_they_allow(dtype: mx.Dtype) -> None:
-    """top_k, top_p and min_p cut the tail, in every dtype that models compute in."""
     values = logprobs()
     order: Any = mx.argsort(-values[0]).tolist()
     probabilities: Any = mx.exp(values[0]).tolist()
@@ -251,7 +245,6 @@ def test_a_top_k_of_the_whole_vocabulary_is_off() -> None:
 
 
 def test_a_whole_batch_may_share_a_sampler() -> None:
-    """Shape (B, V) gives B tokens."""
     sampler = make_sampler(Sampling(temperature=1, top_p=0.9, top_k=5, min_p=0.01), V)
     assert sampler(logprobs(4)).shape == (4,)
 
@@ -269,7 +262,6 @@ def test_presence_and_frequency_count_the_reply_alone() -> None:
 
 
 def test_the_repetition_penalty_forgets_old_tokens() -> None:
-    """Seen tokens get less likely whatever their sign; those out of the window do not."""
     (process,) = make_processors(Sampling(repetition_penalty=2.0), 0)
     logits = mx.array([[4.0, -4.0, 4.0, 1.0]])
     tokens = [2] + [0, 1] * 32
@@ -281,19 +273,15 @@ def test_the_repetition_penalty_forgets_old_tokens() -> None:
 
 
 def test_the_bias_is_added_and_the_rest_left() -> None:
-    """Two biases on one token add up."""
     (process,) = make_processors(Sampling(logit_bias=((1, 2.0), (3, -100.0), (1, 0.5))), 0)
     assert process(mx.array([0]), mx.zeros((1, 4))).tolist() == [[0.0, 2.5, 0.0, -100.0]]
 
 
 def test_no_wish_no_processor() -> None:
-    """Without penalties the batch keeps its fast path."""
     assert make_processors(Sampling(temperature=1, top_p=0.5, seed=1), 10) == []
 
 
 class Letters:
-    """A tokenizer of one token per letter, spelled as SentencePiece or as bytes would."""
-
     def convert_ids_to_tokens(self, token: int) -> str | None:
         return {0: "\u2581a", 1: "b"}.get(token)
 
@@ -334,7 +322,6 @@ def test_a_part_of_a_character_keeps_its_bytes(piece: str, decoded: str, text: s
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 2**32), st.integers(0, V), st.integers(0, V - 1))
 def test_top_logprobs_agree_with_sorting(seed: int, n: int, token: int) -> None:
-    """Partial sorting finds the same tokens as sorting all of them."""
     values = logprobs(seed=seed)[0]
     found = top_logprobs(values, token, n, Letters100())
     rows: Any = values.tolist()

@@ -25,7 +25,6 @@ STREAM = mx.Device(mx.cpu)
 
 
 def save(path: Path, tensors: Iterable[Tensor]) -> Path:
-    """The file that a store would write, without its metadata."""
     arrays = {}
     for t in tensors:
         raw = mx.array(np.frombuffer(t.data, np.uint8).copy())
@@ -36,7 +35,6 @@ def save(path: Path, tensors: Iterable[Tensor]) -> Path:
 
 
 def run_of(lineage: Lineage, start: int, end: int) -> list[Tensor]:
-    """A run's tensors, as they are written."""
     out = memoryview(bytearray(wire.run_bytes(lineage.layout, end - start)))
     return wire.copied_run(lineage.layout, [(lineage, start, end)], out)
 

@@ -14,7 +14,6 @@ patterns = st.lists(st.text("ab\n<", min_size=1, max_size=5), max_size=4)
 
 
 def cut(text: str, cuts: list[int]) -> list[str]:
-    """`text` in pieces, cut at `cuts` modulo its length."""
     places = sorted({c % (len(text) + 1) for c in cuts} | {0, len(text)})
     return [text[a:b] for a, b in pairwise(places)]
 
@@ -33,7 +32,6 @@ def first_completed(text: str, strings: list[str]) -> tuple[str, str | None]:
 def test_any_cut_finds_what_the_whole_text_has(
     text: str, strings: list[str], cuts: list[int]
 ) -> None:
-    """The text let out, and the string found, are those of a search in one piece."""
     finder = Finder(strings)
     out, found, rest = "", None, ""
     for piece in cut(text, cuts):
@@ -49,7 +47,6 @@ def test_any_cut_finds_what_the_whole_text_has(
 
 @given(letters, patterns)
 def test_nothing_is_held_without_reason(text: str, strings: list[str]) -> None:
-    """Held text is always the beginning of one of the strings."""
     finder = Finder(strings)
     safe, found, _ = finder.feed(text)
     held = finder.flush()
@@ -59,13 +56,11 @@ def test_nothing_is_held_without_reason(text: str, strings: list[str]) -> None:
 
 
 def test_the_longer_of_two_that_end_together_wins() -> None:
-    """So the shorter one's beginning does not leak."""
     assert Finder(["b", "ab"]).feed("xab") == ("x", "ab", "")
     assert Finder(["abc", "b"]).feed("xab") == ("xa", "b", "")
 
 
 def test_an_endless_near_miss_flows_on() -> None:
-    """A run of what a string begins with is let out but for its last few characters."""
     finder = Finder(["aab"])
     assert [finder.feed("a")[0] for _ in range(5)] == ["", "", "a", "a", "a"]
 
@@ -77,7 +72,6 @@ def test_blank_text_is_let_out_at_once_inside_of_a_text() -> None:
 
 
 def test_blank_text_before_a_block_is_dropped_and_text_is_not() -> None:
-    """Only what templates write is trimmed."""
     blank = Visible(())
     assert blank.add("\n\n") == ""
     assert blank.before_call() == ""

@@ -25,7 +25,6 @@ SIZE = 1_000_000 if CASES >= 10_000 else 50_000
 
 
 def exact(arguments: str) -> Any:
-    """Arguments with each number as its digits."""
     return json.loads(arguments, parse_int=str, parse_float=str)
 
 
@@ -38,7 +37,6 @@ def read(
     single: bool,
     reason: FinishReason = "stop",
 ) -> tuple[list[tuple[str, Any]], str]:
-    """The calls and the text of a reply that arrives in pieces."""
     tokenizer = Pieced(family, single=single)
     generic = family.parser is None and family is not FAMILIES["harmony"]
     parser = OutputParser(tokenizer, tools=tools, generic_tools=generic)
@@ -130,7 +128,6 @@ WRITE = [
 
 @pytest.mark.parametrize("name", list(FAMILIES))
 def test_a_long_argument_takes_linear_time(name: str) -> None:
-    """Of a megabyte, with a closing tag in every line, and fed token by token."""
     family = FAMILIES[name]
     pieces = (*CLOSINGS, *PLAIN, family.ending, "some more words of a line\n")
 

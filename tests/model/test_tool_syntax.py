@@ -30,7 +30,6 @@ EDIT = tool({"old": STRING, "new": STRING}, name="edit", required=["old", "new"]
 
 
 def run(text: str, *tools: Mapping[str, Any], reason: FinishReason = "stop") -> list[Piece]:
-    """The pieces of a reply in the syntax of Qwen3 Coder, fed character by character."""
     family = FAMILIES["qwen3_coder"]
     tokenizer = Pieced(family, single=True)
     parser = OutputParser(tokenizer, tools=tools or (WRITE, EDIT))
@@ -69,7 +68,6 @@ def written(content: str) -> str:
     ],
 )
 def test_a_value_ends_where_the_block_can_be_read(content: str) -> None:
-    """Not at the first closing tag, nor at an example of a call."""
     assert calls(run(written(content))) == [("write", {"path": "a", "content": content})]
 
 
@@ -93,7 +91,6 @@ def test_of_two_readings_the_one_that_fits_the_schema_counts() -> None:
 
 
 def test_a_quoted_example_of_the_same_tool_is_part_of_the_value() -> None:
-    """Its tags come in pairs."""
     example = "<parameter=old>\n1\n</parameter>\n<parameter=new>\n2\n</parameter>"
     arguments = {"old": f"see\n{example}", "new": "c"}
     assert calls(run(qwen3_coder([("edit", arguments)]))) == [("edit", arguments)]
@@ -134,7 +131,6 @@ def test_a_parameter_that_the_model_made_up_is_passed_on() -> None:
     ],
 )
 def test_types_follow_the_schema(schema: Any, raw: str, value: Any) -> None:
-    """A string stays one whatever it looks like; a text that fits no type is passed on."""
     defs: dict[str, Any] = {"$defs": {"size": {"type": "integer"}}}
     found, _ = Tool(tool({"x": schema}, **defs)["function"]).parse("x", raw)
     assert found == value
@@ -143,7 +139,6 @@ def test_types_follow_the_schema(schema: Any, raw: str, value: Any) -> None:
 
 @pytest.mark.parametrize("digits", ["1.10", "1e400", "9007199254740993", "9" * 5000, "-0.0", "1E5"])
 def test_numbers_keep_their_digits(digits: str) -> None:
-    """Beyond what floats hold, and beyond what Python converts."""
     number = tool({"n": {"type": "number"}}, name="count")
     nested = tool({"n": {"type": "array"}}, name="count")
     for definition, raw in ((number, digits), (nested, f'[{digits}, "é"]')):
@@ -161,7 +156,6 @@ def test_a_key_twice_is_no_silent_loss() -> None:
 
 
 def test_calls_in_json_are_read_in_every_family_of_tags() -> None:
-    """Models fall back to the form that others write."""
     body = '{"name": "write", "arguments": {"path": "</tool_call>"}}'
     expected = [("write", {"path": "</tool_call>"})]
     assert calls(run(f"<tool_call>\n{body}\n</tool_call>")) == expected
@@ -179,14 +173,12 @@ def test_calls_in_json_are_read_in_every_family_of_tags() -> None:
 
 
 def test_text_after_a_call_does_not_lose_the_call() -> None:
-    """A model that writes the result itself, and another call: the first call counts."""
     one = written("x")
     for more in ("\n<tool_response>ok</tool_response>\nDone.", f"\nThen:\n{written('y')}"):
         assert calls(run(one + more)) == [("write", {"path": "a", "content": "x"})]
 
 
 def test_a_long_text_after_a_call_ends_the_reply() -> None:
-    """It is looked through for the end of an argument for so long, and no longer."""
     text = written("x") + " la" * 4_000
     family = FAMILIES["qwen3_coder"]
     tokenizer = Pieced(family, single=True)
@@ -201,7 +193,6 @@ def test_a_long_text_after_a_call_ends_the_reply() -> None:
 
 
 def test_a_call_followed_by_another_is_sent_at_once() -> None:
-    """The second need not be complete."""
     text = f"{written('x')}\n<tool_call>\n<func"
     family = FAMILIES["qwen3_coder"]
     tokenizer = Pieced(family, single=True)
@@ -211,7 +202,6 @@ def test_a_call_followed_by_another_is_sent_at_once() -> None:
 
 
 def test_a_reply_cut_off_in_an_argument_is_text() -> None:
-    """Although a call could be read from its beginning."""
     block = written(f"x{END}\nand more")
     cut = block[: block.index("more") + 2]
     pieces = run(cut, reason="length")
@@ -220,7 +210,6 @@ def test_a_reply_cut_off_in_an_argument_is_text() -> None:
 
 
 def test_a_call_after_a_malformed_one_is_read() -> None:
-    """The malformed one is text, up to its own end."""
     broken = "<tool_call>\n<function=write>\n<parameter=path>\na</tool_call>"
     pieces = run(f"{broken}\nSorry.\n{written('x')}")
     assert said(pieces) == f"{broken}\nSorry."
@@ -228,7 +217,6 @@ def test_a_call_after_a_malformed_one_is_read() -> None:
 
 
 def test_many_blocks_that_are_no_calls_end_in_time() -> None:
-    """Each could go on to the end of the reply."""
     broken = "<tool_call>\n<function=write>\n<parameter=path>\na</tool_call>\n"
     pieces = run(broken * 400)
     assert (calls(pieces), said(pieces)) == ([], broken * 400)

@@ -31,7 +31,6 @@ def loaded(toy_muse: Path) -> Loaded:
 
 @pytest.fixture
 def vision(loaded: Loaded) -> Vision:
-    """Nothing remembered yet."""
     found = load_vision(loaded.model, loaded.tokenizer, loaded.config, label="toy")
     assert found is not None
     return found
@@ -80,7 +79,6 @@ def test_a_damaged_exif_is_ignored() -> None:
 
 
 def frames(kind: str, count: int) -> bytes:
-    """Pictures of different grey, as one file."""
     file = io.BytesIO()
     first, *more = [Pillow.new("RGB", (40, 30), (i * 60,) * 3) for i in range(count)]
     first.save(file, kind, save_all=True, append_images=more)
@@ -155,7 +153,6 @@ def test_what_cannot_be_an_image_is_a_bad_request(data: bytes, said: str) -> Non
 
 
 def test_an_image_is_turned_though_another_tag_is_odd() -> None:
-    """The other tags are not read."""
     file = io.BytesIO()
     shown = Pillow.new("RGB", (40, 30))
     exif = shown.getexif()

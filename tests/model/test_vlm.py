@@ -58,7 +58,6 @@ def ids(seed: int, count: int = sum(CHUNKS)) -> list[int]:
 
 
 def cold(loaded: Loaded, tokens: list[int]) -> mx.array:
-    """The last logits of one pass of mlx-vlm's own model, with its own caches."""
     from mlx_vlm.models.cache import make_prompt_cache
 
     own = loaded.model.language_model
@@ -103,7 +102,6 @@ def test_each_family_is_run_by_mlx_vlm(loaded: Loaded, name: str) -> None:
 
 
 def test_no_prompt_cache_is_written_of_classes_that_mlx_lm_lacks(loaded: Loaded) -> None:
-    """It would not find them when it reads the file."""
     layout = kv.survey(loaded.model)
     adapters = [adapter_of(slot) for slot in kv.flatten(layout.make())]
     names = {adapter.name for adapter in adapters if adapter is not None}
@@ -115,7 +113,6 @@ def test_no_prompt_cache_is_written_of_classes_that_mlx_lm_lacks(loaded: Loaded)
 
 
 def test_chunks_cuts_and_checkpoints_go_on_like_the_whole(loaded: Loaded, tmp_path: Path) -> None:
-    """Whatever positions the modules hold from other requests."""
     layout = kv.survey(loaded.model)
     assert layout.cacheable
     tokens = ids(1)
@@ -135,7 +132,6 @@ def test_chunks_cuts_and_checkpoints_go_on_like_the_whole(loaded: Loaded, tmp_pa
 
 
 def test_two_conversations_in_turn(loaded: Loaded) -> None:
-    """Of other lengths, a token at a time."""
     layout = kv.survey(loaded.model)
     talks = [ids(2, 61), ids(3, 90)]
     lines = [Lineage(layout) for _ in talks]
@@ -165,7 +161,6 @@ def test_positions_of_other_requests_would_show(loaded: Loaded) -> None:
 
 
 def test_the_page_says_how_it_is_reused(loaded: Loaded, name: str) -> None:
-    """A row of the table in the page of families, by the classes that mlx-vlm makes."""
     if name in SEEING:
         return  # `test_vlm_images` looks for its row
     from mlx_vlm.models.cache import make_prompt_cache
@@ -187,7 +182,6 @@ def described(cache: Any) -> str:
 
 
 def test_it_is_examined_as_from_its_configuration_alone(loaded: Loaded) -> None:
-    """Before a download: the same layout, from a model whose weights are never computed."""
     from mlxcache.model.vlm import make_model
 
     def facts(layout: Layout) -> tuple[Any, ...]:

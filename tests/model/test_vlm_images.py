@@ -79,8 +79,6 @@ class Talk:
 
 
 class Feeder:
-    """Feeds prompts as the engine does."""
-
     def __init__(self, loaded: Loaded):
         assert loaded.vision is not None
         cost = measure(loaded.vision, 1 << 22)
@@ -100,7 +98,6 @@ class Feeder:
         return self._call(line, talk.fed[start:end], inputs)
 
     def decode(self, line: Lineage, talk: Talk, tokens: list[int]) -> mx.array:
-        """Feed tokens of a reply; return the logits at each."""
         shift = mx.array([shift_of(talk.images)])
         return self._call(line, token_ids(tokens), {"shift": shift})
 
@@ -124,7 +121,6 @@ def feeder(loaded: Loaded) -> Feeder:
 
 
 def test_it_is_run_by_mlx_vlm_with_its_images(loaded: Loaded) -> None:
-    """As the page says."""
     from mlx_vlm.models.cache import make_prompt_cache
 
     assert loaded.info.backend == "mlx-vlm"
@@ -141,7 +137,6 @@ def test_it_is_run_by_mlx_vlm_with_its_images(loaded: Loaded) -> None:
 def test_any_chunks_give_the_logits_of_the_whole(
     loaded: Loaded, whole: Whole, feeder: Feeder, size: int
 ) -> None:
-    """Images first, beside each other, high and wide."""
     talk = Talk(loaded, (1, 5, 4), 9, (2, 2, 7), (3, 6, 2), 12)
     expected = whole.logits(talk.fed, talk.images)
     line = feeder.start()
@@ -164,7 +159,6 @@ def test_a_prompt_may_be_cut_at_every_token(loaded: Loaded, whole: Whole, feeder
 
 
 def test_a_reply_goes_on_behind_images(loaded: Loaded, whole: Whole, feeder: Feeder) -> None:
-    """A token at a time and several, while another request with other images does the same."""
     talks = [Talk(loaded, 5, (1, 5, 4), 4), Talk(loaded, (2, 2, 9), 3, (3, 2, 2), 7)]
     replies = [[20, 30, 40, 50, 60, 70], [21, 31, 41, 51, 61, 71]]
     lines = [feeder.start() for _ in talks]

@@ -47,7 +47,6 @@ def vision(loaded: Loaded) -> Vision:
 
 @pytest.fixture
 def folder(source: Path, tmp_path: Path) -> Path:
-    """A model that a test may change."""
     copied: Path = shutil.copytree(source, tmp_path / "model")
     return copied
 

@@ -17,8 +17,6 @@ def bytes_of(module: nn.Module) -> int:
 
 
 class Tiny(nn.Module):
-    """An embedding, experts, and a head unless it is `tied`."""
-
     def __init__(self, *, tied: bool, chosen: int | None, quantised: bool = False):
         super().__init__()
         self.embed_tokens = nn.Embedding(100, 64)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Set
 from threading import Lock
 from typing import Any, Protocol
 
@@ -132,17 +132,13 @@ def _vocabulary(tokenizer: Any, vocab_size: int) -> LLTokenizer:
     if backend is None:
         raise Unsupported("Structured output needs a tokenizer.json, which this model lacks.")
     size = max(vocab_size, backend.get_vocab_size(with_added_tokens=True))
-    text = _as_grammars_need(backend.to_str(), _control_ids(tokenizer))
+    kinds = [markers.grammar(tokenizer, tools=True, generic=generic) for generic in (False, True)]
+    controls = {*tokenizer.eos_token_ids, *(i for kind in kinds for i in kind.tokens.values())}
+    text = _as_grammars_need(backend.to_str(), controls)
     return LLTokenizer(text, n_vocab=size, eos_token=sorted(tokenizer.eos_token_ids))
 
 
-def _control_ids(tokenizer: Any) -> set[int]:
-    kinds = [markers.grammar(tokenizer, tools=True, generic=generic) for generic in (False, True)]
-    found = {token for kind in kinds for token in kind.tokens.values()}
-    return found | set(tokenizer.eos_token_ids)
-
-
-def _as_grammars_need(tokenizer_json: str, ids: Iterable[int]) -> str:
+def _as_grammars_need(tokenizer_json: str, ids: Set[int]) -> str:
     """Mark the added tokens with these ids as special, and return the changed tokenizer.json.
 
     It loses padding, truncation, and the Unicode normaliser, with which llguidance would require
@@ -150,10 +146,9 @@ def _as_grammars_need(tokenizer_json: str, ids: Iterable[int]) -> str:
     """
     # the megabytes of vocabulary and merges stay text: parsing them would hold the interpreter
     content: dict[str, Any] = {**decode(dict[str, msgspec.Raw], tokenizer_json)}
-    chosen = set(ids)
     added = msgspec.json.decode(content["added_tokens"])
     for token in added:
-        token["special"] = token["special"] or token["id"] in chosen
+        token["special"] = token["special"] or token["id"] in ids
     content |= {"added_tokens": added, "padding": None, "truncation": None}
     normaliser = msgspec.json.decode(content.get("normalizer", b"null"))
     if (normaliser or {}).get("type") in ("NFC", "NFD", "NFKC", "NFKD"):

@@ -119,8 +119,7 @@ def allows(mask: Bitmask, token: int) -> bool:
 State = Literal["begin", "thinking", "between", "answer"]
 """Part of a reply that its next token is in.
 
-`begin`: the marker that opens a think block, or the first token of the answer. `thinking`: a think
-block. `between`: the ids `ThinkFormat.after` that follow the block. `answer`: the rest.
+`begin`: what opens a think block, or the answer. `between`: `ThinkFormat.after`.
 """
 
 
@@ -257,9 +256,8 @@ class ThinkEnd:
 
     `words`: a sentence with which the model stops thinking, if its family has one, then the end of
     the block. `plain`: the end only. `after`: how many ids at the end of both come after the
-    block's closing marker. `header`: how many of those, at their end, are the header of a message
-    with visible text. This header is left out if the reply may call tools or follows a grammar;
-    then one of the token ids in `options` must follow. `vocab_size`: the width of the logits.
+    block's closing marker. `header`: how many of those are the header of a message with visible
+    text, left out if the reply may call tools or follows a grammar; then one of `options` follows.
     """
 
     vocab_size: int
@@ -358,10 +356,7 @@ class ThinkingBudget:
         return self._since >= 0 or used + within >= self._limit - self._within - AHEAD
 
     def begin(self, guide: Guide | None) -> Guide | None:
-        """Return the guide of a reply that begins inside a think block.
-
-        This is `guide` unless the limit is so small that the block must be closed at once.
-        """
+        """Return the guide of a reply that begins inside a think block."""
         if self._limit > self._within + AHEAD:
             return guide
         self._since = 0

@@ -241,9 +241,9 @@ class Block:
     def _walk(self, *, any_name: bool = False) -> tuple[Reading | None, bool, bool]:
         """Read the tool block from the left, and end each value at the first cut that can end it.
 
-        At such a cut, a parameter begins that the schema has (with `any_name`, any) and the call
-        does not have yet, or the call ends. Returns the reading, whether a parameter that the call
-        already had began at an unused cut, and whether an unknown name did.
+        There a parameter begins that the schema has (with `any_name`, any) and the call does not
+        have yet, or the call ends. Also tells whether a parameter that the call already had, and
+        whether an unknown one, began at an unused cut.
         """
         clash = refused = False
         path = _Path(self.head)
@@ -283,8 +283,8 @@ class Block:
     def _wide(self, found: list[Reading]) -> Reading | None:
         """Return the reading in which unknown names begin parameters, or None if it is unlikely.
 
-        A model that invents a parameter writes matching tags, so the reading is likely only if it
-        leaves no unpaired tag inside a value, while the reading `found[0]` does.
+        A model that invents a parameter writes matching tags: this reading must leave no unpaired
+        tag inside a value, while `found[0]` does.
         """
         if self._balanced(found[0]):
             return None
@@ -394,8 +394,7 @@ class UnescapedCalls(ABC):
     def _opened(self, text: str, end: int, at: int) -> Cut | None:
         """Return the cut from the value that ends at `end` to the first value of the calls at `at`.
 
-        Calls without parameters have no values: the cut goes over them. Returns None if no call
-        begins at `at`, or if other text follows such a call.
+        It goes over calls without parameters. None if no call begins, or other text follows one.
         """
         calls: list[str] = []
         while len(calls) < _MOST_EMPTY and (found := self._call.match(text, self._skip(text, at))):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -226,7 +226,11 @@ def _merge(first: Plain, second: Plain) -> Plain | None:
         if mine == its:
             continue
         if key == "type":
-            out[key] = _common_types(first, second)
+            kinds = [
+                frozenset().union(*(TYPES[name] for name in type_names(side)))
+                for side in (first, second)
+            ]
+            out[key] = names_of(kinds[0] & kinds[1])
             if not out[key]:
                 return None
         elif key == "required":
@@ -240,13 +244,6 @@ def _merge(first: Plain, second: Plain) -> Plain | None:
     if any(key in side for key in _OBJECT for side in (first, second)):
         out |= _merged_objects(first, second)
     return out
-
-
-def _common_types(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
-    mine, its = (
-        frozenset().union(*(TYPES[name] for name in type_names(side))) for side in (first, second)
-    )
-    return names_of(mine & its)
 
 
 def _merged_objects(first: Plain, second: Plain) -> Plain:

@@ -182,7 +182,6 @@ def test_a_keyword_that_cannot_be_kept_is_refused_by_name_and_place(keyword: str
     ],
 )
 def test_divisors_that_take_minutes_to_compile_are_refused(schema: dict[str, Any]) -> None:
-    """Together, with decimals, and where one number has to obey several."""
     assert "multipleOf" in str(refused(schema))
 
 
@@ -327,7 +326,6 @@ HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>"
 
 
 def test_in_gpt_oss_the_final_message_has_the_format() -> None:
-    """The thinking before it is not the grammar's."""
     tokenizer, writer = wrapped("bytes", HARMONY)
     job = Job("x", Prompt(token_ids([1])), format=OutputFormat("json_object"))
     grammar = grammar_text(job, tokenizer)
@@ -345,7 +343,6 @@ def test_in_gpt_oss_the_final_message_has_the_format() -> None:
 
 @pytest.mark.parametrize("job", [{"raw": True}, {"prompt": Prompt(token_ids([1]), continued=True)}])
 def test_a_raw_text_and_the_rest_of_a_message_have_no_header(job: dict[str, Any]) -> None:
-    """The format is that of what is written now."""
     tokenizer, writer = wrapped("bytes", HARMONY)
     given: dict[str, Any] = {"prompt": Prompt(token_ids([1]))} | job
     grammar = grammar_text(Job("x", format=OutputFormat("json_object"), **given), tokenizer)

@@ -36,7 +36,6 @@ TOO_COMPLEX = {
 
 
 def follow(guide: GrammarGuide, text: str) -> None:
-    """What a decoder asks of a guide while a reply goes through `text`."""
     for letter in text:
         guide.mask()
         guide.accept(TOKENIZER.convert_tokens_to_ids(letter))

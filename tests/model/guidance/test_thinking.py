@@ -34,12 +34,10 @@ FAMILIES: dict[str, tuple[Any, str]] = {
 
 
 def ids(mask: Any) -> list[int]:
-    """The tokens that a mask allows."""
     return [int(i) for i in np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))]
 
 
 def made(family: str) -> tuple[Any, ThinkFormat, Any]:
-    """A family's tokenizer, its form of thinking, and a guide of its answer."""
     tokenizer, answer = FAMILIES[family]
     grammars = Grammars(tokenizer, 320)  # a multiple of 32, where llguidance adds a word
     form = read_format(tokenizer, grammars.vocabulary())

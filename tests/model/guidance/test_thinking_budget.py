@@ -66,8 +66,6 @@ def test_the_template_decides_the_blanks() -> None:
 
 
 class Reply:
-    """A reply by a scripted model under a budget: what is forced, and what is free."""
-
     def __init__(
         self, tokenizer: Any, limit: int, *, tools: bool = False, inner: Guide | None = None
     ):
@@ -116,7 +114,6 @@ def test_thinking_is_closed_at_its_budget_and_the_guide_leaves() -> None:
 
 
 def test_a_model_that_closes_itself_is_let_be() -> None:
-    """Also if it does so in the token before the end, and without newlines."""
     for written in ("a" * 8 + "</think>", "a" * 7 + "\n</think>", "a" * 6 + "</think>"):
         reply = Reply(wrapped(None, THINK), 10)
         for token in reply.tokenizer.encode(written, add_special_tokens=False):
@@ -176,8 +173,6 @@ def test_small_budgets_have_no_words() -> None:
 
 
 class Only:
-    """A guide that allows the ids of one text, and counts them."""
-
     def __init__(self, *ids: int):
         self.ids = ids
         self.seen: tuple[int, ...] = ()

@@ -199,7 +199,6 @@ QUOTES = {"gemma4": r'<\|"\|>(.*?)<\|"\|>', "function_gemma": "<escape>(.*?)<esc
 
 
 def leaves(value: Any) -> list[str]:
-    """The strings in a value, in order."""
     if isinstance(value, dict):
         return [text for one in value.values() for text in leaves(one)]
     if isinstance(value, list):
@@ -236,7 +235,6 @@ COUNTS: Counter[str] = Counter()
 def check_reply(
     family: str, vocabulary: str, tools: list[Tool], seed: int, *, spelled: bool, several: bool
 ) -> None:
-    """Write one reply; if it is complete, it is calls that are valid, and read as written."""
     wrapped, writer = tokenizer_of(family, vocabulary, spelled=spelled)
     grammar = grammar_text(job_of(family, tools, parallel_tools=several), wrapped)
     assert grammar is not None
@@ -264,8 +262,6 @@ WITH_TOKENS_ALONE = ("harmony", "kimi_k3", "muse_spark")
 
 @pytest.mark.parametrize("family", sorted(MARKERS))
 def test_random_tokens_write_valid_calls(family: str) -> None:
-    """Random tools, in three vocabularies, with and without tokens for the markers."""
-
     @settings(
         max_examples=TOOLSETS or 2,
         derandomize=True,
@@ -300,6 +296,7 @@ TOOLS = (tool("look", LOOK), tool("get", GET))
 WRITTEN = {
     **WELL_FORMED,
     "laguna": WELL_FORMED["glm47"],
+    "pythonic": WELL_FORMED["pythonic"].replace("'", '"'),  # as JSON writes strings
     "generic": WELL_FORMED["json_tools"],
     "harmony": "<|channel|>commentary to=functions.look <|constrain|>json<|message|>"
     '{"city": "Aix", "days": 2}',
@@ -375,7 +372,6 @@ SEVEN = "<parameter=days>\nseven\n</parameter>\n"
 
 @pytest.mark.parametrize("spelled", [False, True])
 def test_strict_tools_are_held_to_their_schemas_and_nothing_else_is(spelled: bool) -> None:
-    """Text around the calls is free, and so are the arguments of other tools."""
     tools = (tool("look", LOOK, strict=True), tool("get", LOOK))
     grammar = compiled("qwen3_coder", tools, tool_choice=ToolChoice(), spelled=spelled)
 
@@ -427,7 +423,6 @@ def test_what_is_constrained() -> None:
 
 
 def test_a_format_beside_tools_is_that_of_the_text() -> None:
-    """A reply is either in the format or a call."""
     form = OutputFormat("choice", '["yes", "no"]')
     grammar = compiled("json_tools", TOOLS, tool_choice=ToolChoice(), format=form)
     for text in ("yes", '<tool_call>{"name": "get", "arguments": {"a": 1}}</tool_call>'):
@@ -437,7 +432,6 @@ def test_a_format_beside_tools_is_that_of_the_text() -> None:
 
 @pytest.mark.parametrize("family", ["qwen3_coder", "gemma4", "json_tools", "kimi_k3"])
 def test_a_tool_that_takes_any_arguments(family: str) -> None:
-    """Models make up the names."""
     call = as_written(family)
     assert accepts(family, compiled(family, [tool("look", ANY)]), call.replace("city", "town"))
 
@@ -470,7 +464,6 @@ def test_a_schema_that_cannot_be_written_is_refused(family: str, schema: Any, me
 
 
 def test_listed_strings_with_markup_are_written_as_cdata() -> None:
-    """Also where no listed string could be written without it."""
     listed = {"properties": {"a": {"enum": ["<b>", "x & y"]}}, "required": ["a"]}
     call = '<function name="look"><param name="a">{}</param></function>'
     grammar = compiled("minicpm5", [tool("look", listed, strict=True)])
