@@ -185,7 +185,7 @@ def open_tier(
     seconds: Callable[[int, int], float],
     label: str,
 ) -> RemoteTier:
-    from mlxcache.remote.fetch import Shape  # noqa: PLC0415 - only with --remote
+    from mlxcache.remote.exchange import Shape  # noqa: PLC0415 - only with --remote
     from mlxcache.remote.tier import RemoteTier  # noqa: PLC0415
 
     shape = Shape(layout.bytes_per_token, layout.checkpoint_bytes, bool(layout.opaque))

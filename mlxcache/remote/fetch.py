@@ -12,19 +12,17 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from mlxcache.errors import RemoteUnavailable, StoreError
 from mlxcache.remote import grid
-from mlxcache.remote.figures import Counts
-from mlxcache.remote.names import KnownNames
-from mlxcache.remote.objects import Objects
-from mlxcache.remote.pace import Allowance, Pace
+from mlxcache.remote.condition import Average
+from mlxcache.remote.exchange import Exchange
 from mlxcache.remote.run_objects import FetchedRun, unpack_checkpoint, unpack_run
 from mlxcache.safetensors import Malformed, Tensor
 from mlxcache.store.digests import BLOCK, Chain
 from mlxcache.store.found import Found
-from mlxcache.store.store import Store
 from mlxcache.types import Tokens
 
 log = logging.getLogger("mlxcache.engine")
@@ -55,32 +53,47 @@ LISTED = 100
 BACK = 4
 """Number of cells before the last one whose checkpoints are listed too, if that one has none."""
 
-
 SPARE_BYTES = 4 << 20
 """Bytes by which an object may exceed twice the size of its tensors, for its header."""
 
+FORGET_S = 60.0
+"""Seconds after which a measurement no longer decides anything, so that it is made again."""
 
 PrefillSeconds = Callable[[int, int], float]
 """Callable that estimates the seconds for computing the tokens [start, stop) of a prompt."""
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """Sizes of a model's KV and checkpoints.
+class Pace:
+    """Measured seconds of reading from the remote: of a small call, and of each byte. Thread-safe.
 
-    `bytes_per_token`: bytes of the KV of a token, 0 for a model without layers that keep KV.
-    `checkpoint_bytes`: bytes of a checkpoint. `opaque`: the model has opaque slots, so it needs
-    checkpoints.
+    A small call moves almost no data.
     """
 
-    bytes_per_token: int
-    checkpoint_bytes: int
-    opaque: bool
+    def __init__(self) -> None:
+        self._call, self._byte = Average(FORGET_S), Average(FORGET_S)
+
+    def note_call(self, seconds: float) -> None:
+        self._call.note(seconds)
+
+    def note_silence(self, seconds: float) -> None:
+        """Record that a small call had no answer after `seconds`, and was given up."""
+        self._call.raise_to(2 * seconds)
+
+    def note_bytes(self, nbytes: int, seconds: float) -> None:
+        self._byte.note(seconds / max(1, nbytes))
+
+    def note_unfinished(self, nbytes: int, seconds: float) -> None:
+        """Record that a read of `nbytes` bytes had not ended after `seconds`, and was given up."""
+        self._byte.raise_to(seconds / max(1, nbytes))
 
     @property
-    def cell(self) -> int:
-        """Number of tokens of a cell; see `remote.grid`."""
-        return grid.cell_tokens(self.bytes_per_token)
+    def call_s(self) -> float | None:
+        return self._call.value
+
+    def seconds(self, nbytes: int) -> float | None:
+        """Return the expected seconds for reading `nbytes` bytes, None if nothing was measured."""
+        each = self._byte.value
+        return None if each is None else (self.call_s or 0.0) + nbytes * each
 
 
 class _Expired(Exception):
@@ -91,55 +104,46 @@ class _Expired(Exception):
 class _Lookup:
     """One lookup of a prompt in the remote.
 
-    `chain`: the prompt's token ids with the digests of its blocks. `local`: number of leading
-    tokens whose runs are on disk. `have`: number of leading tokens that the request can reuse
-    without the remote. `most`: the largest number that it could reuse with the remote: all tokens
-    but the last. `allowance`: time limit of the lookup; it tells the seconds left. `dropped()`
-    returns True once nobody waits for the result.
+    `local`: number of leading tokens whose runs are on disk. `have`: number of leading tokens that
+    the request can reuse without the remote. `most`: the largest number that it could reuse with
+    the remote: all tokens but the last. `dropped()` returns True once nobody waits for the result.
+
+    The request may wait for the remote until `began` plus `least` seconds, and in addition as long
+    as computing the fetched tokens would have taken (`gained`). So it never takes longer than
+    without the remote by more than `least`.
     """
 
     chain: Chain
     local: int
     have: int
     most: int
-    allowance: Allowance
+    began: float
+    least: float
     dropped: Callable[[], bool]
+    gained: float = 0.0
+
+    def left(self) -> float:
+        return self.began + self.least + self.gained - time.monotonic()
 
 
 class Fetcher:
-    """Fetches runs and checkpoints of prompts into the store. Any thread.
+    """Fetches runs and checkpoints of prompts into the store. Thread-safe.
 
-    `seconds(start, stop)` estimates the seconds for computing the prompt tokens [start, stop).
-    `pool`: threads that make the calls to the remote. `pace`: measured speed of the remote; a new
-    one if None. `label`: that of the model, for the log.
+    `pool`: threads that make the calls to the remote.
     """
 
-    def __init__(
-        self,
-        objects: Objects,
-        store: Store,
-        shape: Shape,
-        seconds: PrefillSeconds,
-        *,
-        names: KnownNames,
-        counts: Counts,
-        pool: ThreadPoolExecutor,
-        pace: Pace | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        label: str = "unnamed",
-    ):
-        self.pace = pace or Pace(clock)
-        self._label = label
-        self._objects, self._store, self._shape = objects, store, shape
-        self._seconds, self._names, self._counts = seconds, names, counts
-        self._pool, self._clock = pool, clock
+    def __init__(self, exchange: Exchange, seconds: PrefillSeconds, pool: ThreadPoolExecutor):
+        self.pace = Pace()
+        self._label, self._objects, self._store = exchange.label, exchange.objects, exchange.store
+        self._exchange, self._shape = exchange, exchange.shape
+        self._names, self._counts = exchange.names, exchange.counts
+        self._seconds, self._pool = seconds, pool
         self._last_warning = ""
 
     def wanted(self, ids: Tokens, known: int, found: Found) -> bool:
         """Return whether looking a prompt up in the remote is worthwhile. Does not block.
 
-        `ids`: the prompt's token ids. `known`: number of leading tokens that can be reused from
-        RAM. `found`: the part of the prompt on disk.
+        `known`: number of leading tokens that can be reused from RAM. `found`: what is on disk.
         """
         most = len(ids) - 1
         have = max(known, self._usable(found, most))
@@ -149,7 +153,6 @@ class Fetcher:
         return call is None or call < self._allowed(have, len(ids))
 
     def _usable(self, found: Found, most: int) -> int:
-        """Return how many leading tokens, at most `most`, the files of `found` can restore."""
         length = min(found.length, most)
         if not self._shape.opaque:
             return length
@@ -166,23 +169,21 @@ class Fetcher:
         """Fetch a prompt's runs and checkpoint and save them; return the number of tokens saved.
 
         The number is 0 if nothing is worth fetching, and smaller than expected if the remote fails.
-        `ids`: the prompt's token ids. `known`: number of leading tokens that can be reused from
-        RAM. `began`: time by `time.monotonic` from which the time limit counts. `dropped()` returns
-        True once nobody waits for the result. Blocks until about that limit, which each run that is
-        saved extends. Raises StoreError if the store cannot be read, or if the checkpoint cannot be
-        saved.
+        `began`: time by `time.monotonic` from which the time limit counts. Blocks until about that
+        limit, which each run that is saved extends. Raises StoreError if the store cannot be read,
+        or if the checkpoint cannot be saved.
         """
         found = self._store.find(ids, touch=False)
         most = len(ids) - 1
         have = max(known, self._usable(found, most))
-        allowance = Allowance(began, self._allowed(have, len(ids)), self._clock)
+        least = self._allowed(have, len(ids))
         chain = self._store.chain(ids)
-        lookup = _Lookup(chain, found.length, have, most, allowance, dropped)
-        self._counts.add("lookups")
+        lookup = _Lookup(chain, found.length, have, most, began, least, dropped)
+        self._counts.add(lookups=1)
         try:
             return self._fetch(lookup)
         except _Expired:
-            self._counts.add("expired")
+            self._counts.add(expired=1)
         except RemoteUnavailable as error:
             log.debug(
                 "model %s: remote lookup failed, fetching nothing: prompt of %d tokens: %s",
@@ -209,7 +210,7 @@ class Fetcher:
         saved = self._save_runs(lookup, ends, target)
         if position is not None and state is not None and self._covers(lookup, position):
             self._store.write_checkpoint(lookup.chain.ids[:position], state)
-            self._counts.add("fetched_checkpoints")
+            self._counts.add(fetched_checkpoints=1)
         return saved
 
     def _covers(self, lookup: _Lookup, position: int) -> bool:
@@ -239,24 +240,20 @@ class Fetcher:
         return ends
 
     def _heads(self, lookup: _Lookup, names: Sequence[str]) -> list[int | None]:
-        return self._call(lookup, lambda left: self._objects.head_many(names, left))
+        return self._call(lookup, partial(self._objects.head_many, names))
 
     def _find_checkpoint(self, lookup: _Lookup, reach: int) -> int | None:
-        """Return the position of the last useful checkpoint in the remote, at most `reach`."""
         cell = self._shape.cell
         cells = range(reach // cell, max(-1, reach // cell - 1 - BACK), -1)
         for n, at in enumerate(cells):
             if n and (at + 1) * cell - lookup.have < MIN_GAIN:
                 return None
             prefix = grid.checkpoint_prefix(lookup.chain, at * cell, cell)
-            names = self._list(lookup, prefix)
+            names = self._call(lookup, partial(self._objects.list, prefix, LISTED))
             found = grid.checkpoint_positions(lookup.chain, names, reach)
             if found:
                 return found[-1] if found[-1] - lookup.have >= MIN_GAIN else None
         return None
-
-    def _list(self, lookup: _Lookup, prefix: str) -> list[str]:
-        return self._call(lookup, lambda left: self._objects.list(prefix, LISTED, left))
 
     def _is_worth(
         self, lookup: _Lookup, ends: Sequence[int], target: int, at: int | None = None
@@ -270,7 +267,7 @@ class Fetcher:
         spared = self._seconds(have, target)
         if expected is None or expected < WORTH * spared:
             return True
-        self._counts.add("slower")
+        self._counts.add(slower=1)
         return False
 
     def _run_bytes(self, end: int) -> int:
@@ -280,9 +277,8 @@ class Fetcher:
     # -- reading -----------------------------------------------------------------------------------
 
     def _get_checkpoint(self, lookup: _Lookup, position: int) -> list[Tensor] | None:
-        """Read and verify the checkpoint at `position`; None if it is missing or damaged."""
         name = grid.checkpoint_name(lookup.chain, position, self._shape.cell)
-        began, nbytes = self._clock(), self._shape.checkpoint_bytes
+        began, nbytes = time.monotonic(), self._shape.checkpoint_bytes
         data = self._result(lookup, self._begin(lookup, name, nbytes), name, nbytes, began)
         if data is None:
             return None
@@ -303,20 +299,20 @@ class Fetcher:
                 run = self._verified(lookup, end, data)
                 if run is None or not self._save(lookup, run):
                     break
-                lookup.allowance.gain(self._seconds(max(at, lookup.have), min(run.stop, target)))
+                lookup.gained += self._seconds(max(at, lookup.have), min(run.stop, target))
                 saved += run.stop - max(at, run.start)
                 at = run.stop
                 left = [each for each in ends if each > end]
                 if lookup.dropped() or (left and not self._is_worth(lookup, left, target, at)):
                     break
         except _Expired:
-            self._counts.add("expired")
+            self._counts.add(expired=1)
         except RemoteUnavailable as error:
             log.debug(
                 "model %s: fetching KV from the remote failed, keeping %d of %d tokens: %s",
                 *(self._label, saved, target - lookup.local, error),
             )
-        self._counts.add("fetched_tokens", saved)
+        self._counts.add(fetched_tokens=saved)
         return saved
 
     def _verified(self, lookup: _Lookup, end: int, data: bytes) -> FetchedRun | None:
@@ -348,7 +344,7 @@ class Fetcher:
         """Yield the end and the content of each run object in order, reading several at once."""
         waiting = deque(ends)
         reading: deque[tuple[int, str, Future[bytes | None]]] = deque()
-        began, total = self._clock(), 0
+        began, total = time.monotonic(), 0
         try:
             while waiting or reading:
                 while waiting and len(reading) < PARALLEL:
@@ -369,8 +365,7 @@ class Fetcher:
                 future.cancel()
 
     def _begin(self, lookup: _Lookup, name: str, nbytes: int) -> Future[bytes | None]:
-        """Start reading the object `name`; return a future of its content."""
-        within = max(0.0, lookup.allowance.left) + self._seconds(lookup.have, lookup.most)
+        within = max(0.0, lookup.left()) + self._seconds(lookup.have, lookup.most)
         return self._pool.submit(self._objects.get, name, within, most=2 * nbytes + SPARE_BYTES)
 
     def _result(
@@ -381,44 +376,37 @@ class Fetcher:
         nbytes: int,
         began: float,
     ) -> bytes | None:
-        """Wait for the content of an object; None if it is missing or damaged."""
-        expected, wait = self.pace.seconds(nbytes), lookup.allowance.left
+        expected, wait = self.pace.seconds(nbytes), lookup.left()
         if expected is not None:
-            wait = min(wait, max(STALL * expected, lookup.allowance.least))
+            wait = min(wait, max(STALL * expected, lookup.least))
         try:
             data = future.result(max(0.0, wait))
         except TimeoutError:
             future.cancel()
-            self.pace.note_unfinished(nbytes, self._clock() - began)
+            self.pace.note_unfinished(nbytes, time.monotonic() - began)
             raise _Expired from None
         if data is None:  # it was there a moment ago
             self._names.note_wrong(name)
         return data
 
     def _note_read(self, data: bytes, total: int, began: float) -> None:
-        self.pace.note_bytes(total, self._clock() - began)
-        self._counts.add("fetched_objects")
-        self._counts.add("fetched_bytes", len(data))
+        self.pace.note_bytes(total, time.monotonic() - began)
+        self._counts.add(fetched_objects=1, fetched_bytes=len(data))
 
     def _call(self, lookup: _Lookup, action: Callable[[float], T]) -> T:
-        """Return the result of `action(seconds)`, a small call to the remote."""
-        began, left = self._clock(), lookup.allowance.left
+        began, left = time.monotonic(), lookup.left()
         if left <= 0 or lookup.dropped():
             raise _Expired
         try:
             found = action(left)
         except RemoteUnavailable:
-            if lookup.allowance.left > 0:
+            if lookup.left() > 0:
                 raise
-            self.pace.note_silence(self._clock() - began)
+            self.pace.note_silence(time.monotonic() - began)
             raise _Expired from None
-        self.pace.note_call(self._clock() - began)
+        self.pace.note_call(time.monotonic() - began)
         return found
 
     def _note_wrong(self, name: str, error: Malformed) -> None:
         self._names.note_wrong(name)
-        self._counts.add("corrupt")
-        log.warning(
-            "model %s: remote object has wrong content, and is not used: %s: %s",
-            *(self._label, name, error),
-        )
+        self._exchange.note_corrupt(name, error)

@@ -39,27 +39,19 @@ def cell_tokens(bytes_per_token: int) -> int:
 
 
 def cell_start(end: int, cell: int) -> int:
-    """Return the position of the first token that the run object with the given `end` holds."""
     return (end - 1) // cell * cell
 
 
 def run_name(chain: Chain, end: int) -> str:
-    """Return the name of the run object with the given `end`."""
     return f"{VERSION}/{chain.namespace}/run/{chain.whole[end // BLOCK].hex()}"
 
 
 def checkpoint_prefix(chain: Chain, position: int, cell: int) -> str:
-    """Return the part that the names of all checkpoints in one cell begin with.
-
-    The cell is that of `position`. The checkpoints are those of all prompts that agree with `chain`
-    on the tokens before that cell. `cell`: tokens of a cell.
-    """
     start = chain.whole[position // cell * cell // BLOCK]
     return f"{VERSION}/{chain.namespace}/ckpt/{start.hex()}/"
 
 
 def checkpoint_name(chain: Chain, position: int, cell: int) -> str:
-    """Return the name of the checkpoint after the first `position` tokens of the chain."""
     return f"{checkpoint_prefix(chain, position, cell)}{position}-{chain.at(position).hex()}"
 
 

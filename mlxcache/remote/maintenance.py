@@ -11,16 +11,13 @@ from typing import Any
 
 from mlxcache.config.remote import RemoteUrl
 from mlxcache.errors import RemoteUnavailable
-from mlxcache.remote.failure import Failure, too_slow
 from mlxcache.remote.objects import MARKER
-from mlxcache.remote.sealing import Form
-from mlxcache.remote.storage import Storage, Stored
+from mlxcache.remote.storage import Failure, Plain, Storage, Stored, too_slow
 
 PAGE_S = 30.0
 """Most seconds for a page of a listing, or for removing one."""
 
 KINDS = ("run", "ckpt", "reply", "session")
-"""Third part of the name of an object."""
 
 FOREIGN = "other"
 """Kind of the objects whose names are not of this server's key, or not of servers at all."""
@@ -31,12 +28,7 @@ OLDEST = "30 days and more"
 
 @dataclass(slots=True)
 class Holdings:
-    """Counts of the objects in a remote.
-
-    `kinds`: bytes by kind of object, such as "run" (`KINDS` or `FOREIGN`). `counts`: number of
-    objects by kind. `ages`: bytes by age, such as "under 7 days". `oldest`: time at which the
-    oldest object was written, None if there are no objects.
-    """
+    """Objects in a remote, by kind: bytes, numbers; bytes by age; when the oldest was written."""
 
     kinds: Counter[str] = field(default_factory=Counter)
     counts: Counter[str] = field(default_factory=Counter)
@@ -44,7 +36,6 @@ class Holdings:
     oldest: datetime | None = None
 
     def add(self, kind: str, one: Stored, now: datetime) -> None:
-        """Count the object `one` as one of this kind; `now`: the time at which its age is taken."""
         self.kinds[kind] += one.size
         self.counts[kind] += 1
         days = (now - one.modified) / timedelta(days=1)
@@ -52,7 +43,7 @@ class Holdings:
         self.oldest = one.modified if self.oldest is None else min(self.oldest, one.modified)
 
 
-def measure(url: RemoteUrl, form: Form, step: Callable[[int], None]) -> Holdings:
+def measure(url: RemoteUrl, form: Plain, step: Callable[[int], None]) -> Holdings:
     """List all objects of the remote at `url` except the marker, and count them.
 
     `form`: how their names are stored. An object's kind is the third part of its name, such as
@@ -109,7 +100,6 @@ def _run(url: RemoteUrl, work: Coroutine[Any, Any, None]) -> None:
 
 
 async def _pages(storage: Storage) -> AsyncIterator[list[Stored]]:
-    """Yield all objects but the marker and those behind a symbolic link, in pages."""
     pages = storage.pages("v1")
     while True:
         try:

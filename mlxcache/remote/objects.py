@@ -19,10 +19,8 @@ from mlxcache.config import Settings
 from mlxcache.config.keys import read_remote_key
 from mlxcache.config.remote import RemoteUrl, read_remote_url
 from mlxcache.errors import ConfigError, Corrupt, RemoteUnavailable
-from mlxcache.remote.failure import FAILURES, Breaker, Failure, WrongKey, too_slow
-from mlxcache.remote.figures import Figures
-from mlxcache.remote.sealing import Form, Plain
-from mlxcache.remote.storage import Storage
+from mlxcache.remote.condition import FAILURES, Breaker, Traffic
+from mlxcache.remote.storage import Failure, Plain, Storage, WrongKey, too_slow
 
 log = logging.getLogger("mlxcache.remote")
 
@@ -36,16 +34,14 @@ TRIAL = "v1/trial"
 """Name of an object that tests whether the remote can be written."""
 
 LARGEST_BYTES = 1 << 30
-"""Maximum size of an object that is read, if its reader does not expect a smaller one."""
 
 MARKER_BYTES = 1 << 16
-"""Maximum size of the marker."""
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*")
 
 T = TypeVar("T")
-Work = Callable[[], Coroutine[Any, Any, T]]
 Names = list[str]
+Work = Callable[[], Coroutine[Any, Any, T]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,13 +70,12 @@ LIMITS = Limits()
 class Objects:
     """Reader and writer of the objects of one remote.
 
-    It has a thread, which `close` ends, with the connections, the breakers and the figures. Methods
-    may be called on any thread, block up to their deadline (`Limits`) and raise RemoteUnavailable,
-    or ValueError for a name that is not made of parts such as `run` or `0f3a` with slashes between
-    them. `within`: seconds to wait at most, if less than the deadline. When that ends the wait, the
-    operation goes on, and counts for the breakers by its own deadline.
-
-    `marks`: write the marker if it is absent, which decides the key of a new remote.
+    It has a thread, which `close` ends. Methods may be called on any thread, block up to their
+    deadline (`Limits`) and raise RemoteUnavailable, or ValueError for a name that is not made of
+    parts such as `run` or `0f3a` with slashes between them. `within`: seconds to wait at most, if
+    less than the deadline. When that ends the wait, the operation goes on, and counts for the
+    breakers by its own deadline. Objects of more than `most` bytes count as damaged, and are not
+    read. `marks`: write the marker if it is absent, which decides the key of a new remote.
 
     Reading and writing have a breaker each. After failures of writing, methods that write raise at
     once, until a probe in the background succeeds; after failures of reading, those that read and
@@ -88,14 +83,16 @@ class Objects:
     """
 
     def __init__(
-        self, storage: Storage, form: Form, limits: Limits = LIMITS, *, marks: bool = True
+        self, storage: Storage, form: Plain, limits: Limits = LIMITS, *, marks: bool = True
     ):
         self._storage, self._form, self._limits = storage, form, limits
         self._marks = marks
         self._reading, self._writing = Breaker(limits.probe_s), Breaker(limits.probe_s)
         self._probing: asyncio.Task[None] | None = None
         self._announced, self._since = "ok", time.time()
-        self._figures = Figures()
+        self._up, self._down = Traffic(), Traffic()
+        self._damaged = self._damaged_in_a_row = 0
+        self._counting = threading.Lock()
         self._small, self._large = asyncio.Semaphore(limits.small), asyncio.Semaphore(limits.large)
         self._closed = False
         self._submitting = threading.Lock()
@@ -105,7 +102,6 @@ class Objects:
 
     @property
     def url(self) -> RemoteUrl:
-        """URL of the remote, which contains no secrets."""
         return self._storage.url
 
     # -- operations --------------------------------------------------------------------------
@@ -117,32 +113,20 @@ class Objects:
 
     @property
     def writable(self) -> bool:
-        """True if writes are tried. While it is False, they raise RemoteUnavailable at once."""
         return not (self._writing.is_open or self._reading.is_open or self._closed)
 
-    @property
-    def bandwidth_down(self) -> float | None:
-        """Average bytes per second of reads; None if none was measured in the last 300 s."""
-        return self._figures.down.rate
-
     def head(self, name: str, within: float | None = None) -> int | None:
-        """Return the size of the content of the object `name` in bytes, or None if it is absent."""
+        """Return the bytes of an object's content, or None if it is absent."""
         return self._wait(partial(self._head, self._stored(name)), self._reading, within)
 
     def head_many(self, names: Sequence[str], within: float | None = None) -> list[int | None]:
-        """Return the size of each of the objects `names`, or None if it is absent."""
         stored = [self._stored(name) for name in names]
         return self._wait(lambda: _all([self._head(one) for one in stored]), self._reading, within)
 
     def get(
         self, name: str, within: float | None = None, *, most: int = LARGEST_BYTES
     ) -> bytes | None:
-        """Return the content of the object `name`, or None if it is absent or damaged.
-
-        `most`: maximum bytes of the content; a larger object counts as damaged, and is not read.
-        `within`: seconds to wait at most, if less than the deadline of `Limits`. Raises
-        RemoteUnavailable.
-        """
+        """Return the content of an object, or None if it is absent or damaged."""
         work = partial(self._get, self._stored(name), most)
         found: bytearray | Corrupt | None
         try:
@@ -154,12 +138,10 @@ class Objects:
     def get_many(
         self, names: Sequence[str], within: float | None = None, *, most: int = LARGEST_BYTES
     ) -> list[bytes | None]:
-        """Return the content of each of the objects `names`, or None if it is absent or damaged.
+        """Return the content of each of the objects `names`, read at the same time.
 
-        They are read at the same time. None also stands for an object that could not be read; if
-        that is so for all of them, raises RemoteUnavailable. `within`: seconds to wait for all, if
-        less than the deadline of `Limits`; after that, raises RemoteUnavailable. `most`: maximum
-        bytes of each content; larger objects count as damaged.
+        None stands for an object that is absent, damaged or could not be read; if the last is so
+        for all of them, raises RemoteUnavailable.
         """
         stored = [self._stored(name) for name in names]
         found = self._wait(
@@ -171,10 +153,7 @@ class Objects:
         ]
 
     def put(self, name: str, data: bytes | memoryview) -> None:
-        """Write the object `name` with the content `data`, or replace it. Raises RemoteUnavailable.
-
-        Other servers see the new content whole or not at all.
-        """
+        """Write an object, or replace it. Other servers see the content whole or not at all."""
         stored = self._stored(name)
         if not self.writable:
             raise self._unavailable()
@@ -185,8 +164,7 @@ class Objects:
         """Return the names of at most `limit` objects below `prefix`, sorted.
 
         Which ones is undefined if there are more. Names under another key are left out. `prefix`: a
-        name's first parts, with or without a slash at its end. `within`: seconds to wait at most,
-        if less than the deadline of `Limits`. Raises RemoteUnavailable.
+        name's first parts, with or without a slash at its end.
         """
         stored = self._stored(prefix.rstrip("/"))
         found = self._wait(partial(self._list, stored, limit), self._reading, within)
@@ -194,14 +172,10 @@ class Objects:
         return sorted(name for name in names if name is not None)
 
     def delete(self, name: str) -> None:
-        """Remove the object `name`. An absent one is no error. Raises RemoteUnavailable."""
         self._wait(partial(self._delete, self._stored(name)), self._writing, None)
 
     def figures(self) -> dict[str, Any]:
-        """Return the state and the counts of the remote, as in `GET /v1/cache`.
-
-        They are its field `remote` without `exchange`.
-        """
+        """Return the field `remote` of `GET /v1/cache`, without `exchange`."""
         state, reason = self._state()
         return {
             "url": str(self.url),
@@ -210,15 +184,20 @@ class Objects:
             "reason": reason,
             "since": round(self._since, 3),
             "errors": self._reading.errors + self._writing.errors,
-            **self._figures.as_dict(),
+            "damaged_objects": self._damaged,
+            "uploaded_objects": self._up.objects,
+            "uploaded_bytes": self._up.bytes,
+            "downloaded_objects": self._down.objects,
+            "downloaded_bytes": self._down.bytes,
+            "upload_bytes_per_s": self._up.rate,
+            "download_bytes_per_s": self._down.rate,
         }
 
     def check(self) -> None:
         """Compare the marker in the remote with this server's key, and write it if it is absent.
 
-        The marker is an object that tells with which key the remote is used. Blocks for at most
-        `Limits.start_s` seconds. A remote that cannot be reached is only logged. Raises ConfigError
-        if the remote holds objects of another key, or of none.
+        Blocks for at most `Limits.start_s` seconds. A remote that cannot be reached is only logged.
+        Raises ConfigError if it holds objects of another key, or of none.
         """
         try:
             check = partial(self._check_marker, probe=False)
@@ -245,8 +224,7 @@ class Objects:
     def _wait(self, work: Work[T], breaker: Breaker, within: float | None) -> T:
         """Run `work()` on the remote's thread; wait for its result, at most `within` seconds.
 
-        `breaker`: that of reading or writing. If `within` is None, only the deadline of `work` ends
-        the wait. Raises RemoteUnavailable, and Corrupt if `work` does.
+        Raises RemoteUnavailable, and Corrupt if `work` does.
         """
         with self._submitting:
             if breaker.is_open or self._reading.is_open or self._closed:
@@ -266,24 +244,24 @@ class Objects:
         return RemoteUnavailable(f"the remote {self.url} is skipped: {reason}")
 
     def _unwrap(self, name: str, stored: bytearray | Corrupt) -> bytes | None:
-        """Return the content of a stored object, or None if it is damaged.
-
-        A damaged one is counted and logged. `stored`: its bytes, or the error that reading them
-        raised.
-        """
         try:
             if isinstance(stored, Corrupt):
                 raise stored
             content = self._form.unwrap(name, stored)
         except Corrupt as error:
             log.warning("remote object is damaged, and not used: %s: %s", name, error)
-            if self._figures.add_damaged() >= FAILURES:
+            with self._counting:
+                self._damaged += 1
+                self._damaged_in_a_row += 1
+                many = self._damaged_in_a_row >= FAILURES
+            if many:
                 failure = Failure(f"its objects are damaged: {error}", grave=True)
                 with self._submitting:
                     if not self._closed:
                         self._loop.call_soon_threadsafe(self._record, self._reading, failure)
             return None
-        self._figures.add_intact()
+        with self._counting:
+            self._damaged_in_a_row = 0
         return content
 
     # -- on the remote's thread --------------------------------------------------------------
@@ -311,10 +289,9 @@ class Objects:
             return await self._timed(self._reading, read, own_deadline=True)
 
     async def _read(self, stored: str, most: int) -> bytearray | None:
-        """Return the bytes of the object with the stored name `stored`, or None if it is absent.
+        """Return the bytes of a stored object; the deadline grows with its size once it is known.
 
-        The deadline grows with the object's size once that is known. Raises Corrupt for more than
-        `most` bytes, Failure and TimeoutError.
+        Raises Corrupt for more than `most` bytes, Failure and TimeoutError.
         """
         async with asyncio.timeout(self._limits.operation_s) as limit:
             found = await self._storage.open(stored)
@@ -326,7 +303,7 @@ class Objects:
             seconds = self._limits.operation_s + size / self._limits.least_down
             limit.reschedule(self._loop.time() + seconds)
             content, done = bytearray(size), 0
-            with self._figures.down.transfer() as moved:
+            with self._down.transfer() as moved:
                 async for part in stream:
                     content[done : done + len(part)] = part
                     done += len(part)
@@ -338,18 +315,13 @@ class Objects:
     async def _put(self, stored: str, wrapped: bytes) -> None:
         seconds = self._limits.operation_s + len(wrapped) / self._limits.least_up
         async with self._large:
-            with self._figures.up.transfer() as moved:
+            with self._up.transfer() as moved:
                 await self._timed(self._writing, self._write(stored, wrapped), seconds)
                 moved.add(len(wrapped))
 
     async def _write(self, stored: str, wrapped: bytes) -> None:
-        """Write an object. Raises Failure, also if the remote is a folder that lost its marker.
-
-        Such a folder is no longer mounted. `stored`: the object's stored name. `wrapped`: the bytes
-        to store.
-        """
         if self._marks and self._storage.is_folder and await self._storage.head(MARKER) is None:
-            raise _unmounted()
+            raise _unmounted()  # and a new file would be written beside the share
         await self._storage.put(stored, wrapped)
 
     async def _list(self, prefix: str, limit: int) -> Names:
@@ -377,13 +349,11 @@ class Objects:
         own_deadline: bool = False,
         probe: bool = False,
     ) -> T:
-        """Await `work` with a deadline, and record its outcome. Raises Failure.
+        """Await `work` with a deadline, and record its outcome in `breaker`. Raises Failure.
 
-        An error Corrupt of `work` is raised too, and not recorded. `breaker`: that of reading or of
-        writing, in which the outcome is recorded. `seconds`: the deadline, `Limits.operation_s` if
-        None. `own_deadline`: `work` has a deadline itself, and gets no other. `probe`: `work` is
-        awaited even while the breaker is open, and `_probe` records its failure. Without `probe`,
-        Failure is raised at once while the breaker is open.
+        An error Corrupt of `work` is raised too, and not recorded. `seconds`: the deadline,
+        `Limits.operation_s` if None. `own_deadline`: `work` has one itself. `probe`: `work` is
+        awaited even while the breaker is open, and `_probe` records its failure.
         """
         if breaker.is_open and not probe:
             work.close()
@@ -402,12 +372,6 @@ class Objects:
         return result
 
     def _record(self, breaker: Breaker, failure: Failure) -> None:
-        """Record the failure of an operation, and start to probe the remote if a breaker is open.
-
-        `breaker`: that of reading or of writing, as the operation was. A failure with `gone`, after
-        which neither works, is always recorded in the breaker of reading. If a task is probing
-        already, no other is started. Call it on the remote's thread.
-        """
         if failure.gone:  # while nothing is read, nothing is written either
             breaker = self._reading
         breaker.fail(str(failure), grave=failure.grave)
@@ -437,10 +401,6 @@ class Objects:
             self._probing = None
 
     async def _check_marker(self, *, probe: bool) -> None:
-        """Compare the marker with this server's key, and write it if it is absent.
-
-        `probe`: try even while operations are skipped. Raises Failure.
-        """
         found = await self._timed(
             self._reading, self._read_marker(probe=probe), own_deadline=True, probe=probe
         )
@@ -448,11 +408,6 @@ class Objects:
             await self._write_marker(probe=False)
 
     async def _read_marker(self, *, probe: bool) -> bytearray | None:
-        """Return the content of the marker as stored, or None if it is absent.
-
-        `probe`: raise Failure if it is absent from a folder, which is then no longer mounted.
-        Raises Failure, WrongKey and TimeoutError.
-        """
         try:
             found = await self._read(MARKER, MARKER_BYTES)
         except Corrupt as error:
@@ -471,7 +426,6 @@ class Objects:
     # -- state -------------------------------------------------------------------------------
 
     def _announce(self) -> None:
-        """Log the state of the remote if it changed."""
         state, reason = self._state()
         if state == self._announced:
             return
@@ -484,20 +438,17 @@ class Objects:
             log.warning("remote is not used: %s: %s", self.url, reason)
 
     def _state(self) -> tuple[str, str | None]:
-        """Return the state, `ok`, `read-only` or `unavailable`, and the reason; None if `ok`."""
         if self._reading.is_open:
             return "unavailable", self._reading.reason
         return ("read-only" if self._writing.is_open else "ok"), self._writing.reason
 
 
 def _unmounted() -> Failure:
-    """Return the failure of a folder from which the marker has vanished: it was unmounted."""
     reason = f"its folder has no {MARKER} now: it is not mounted, or was emptied"
     return Failure(reason, grave=True, gone=True)
 
 
 async def _all(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Await all coroutines at once and return their results. Raises the first failure."""
     return list(await asyncio.gather(*work))
 
 
@@ -522,8 +473,7 @@ async def _most(work: Sequence[Coroutine[Any, Any, T]]) -> list[T | Corrupt | No
 def wrong_key(marker: bytearray, key_id: str | None) -> str | None:
     """Return why a remote with this marker cannot be used with a key; None if it can.
 
-    `marker`: its content. `key_id`: the public id of the key, None without a key. Raises Failure if
-    the marker is damaged.
+    Raises Failure if the marker is damaged.
     """
     try:
         known = json.loads(marker)
@@ -569,8 +519,7 @@ def open_remote(
     return objects
 
 
-def form_of(key: bytes | None) -> Form:
-    """Return the form of stored objects: sealed with `key`, or plain without one."""
+def form_of(key: bytes | None) -> Plain:
     if key is None:
         return Plain()
     from mlxcache.remote.sealing import Sealed  # noqa: PLC0415 - a library more
@@ -579,10 +528,7 @@ def form_of(key: bytes | None) -> Form:
 
 
 def open_configured(settings: Settings, *, marks: bool = True) -> Objects:
-    """Open the remote of `settings` as `open_remote` does, with its key file if there is one.
-
-    Raises ConfigError also if `settings` have no remote, or if the key file cannot be used.
-    """
+    """Open the remote of `settings` as `open_remote` does, with its key file if there is one."""
     if settings.remote is None:
         raise ConfigError("there is no remote: set --remote URL")
     file = settings.remote_key_file

@@ -80,12 +80,10 @@ def pack_run(store: Store, found: Found, chain: Chain, start: int, stop: int) ->
 
 
 def unpack_run(data: bytes, chain: Chain, start: int, end: int) -> FetchedRun:
-    """Verify the object of a run, and return the part of it that a prompt can use.
+    """Verify the object of a run, and return the part of it that the prompt of `chain` can use.
 
-    `data`: the content of the object. `chain`: that of the prompt. `start`, `end`: the range
-    of tokens that the object must hold. It may hold more tokens after `end`; they are included as
-    far as they equal those of the prompt. Raises Malformed if the content is damaged, or its tokens
-    from `start` to `end` are not those of the prompt.
+    It must hold the tokens [start, end), and may hold more; those are included as far as they equal
+    the prompt's. Raises Malformed if it is damaged or holds other tokens.
     """
     head = run_of(header_of(data))
     if head.namespace != chain.namespace or head.base != chain.whole[start // BLOCK]:
@@ -112,12 +110,6 @@ def unpack_run(data: bytes, chain: Chain, start: int, end: int) -> FetchedRun:
 
 
 def pack_checkpoint(store: Store, saved: Saved, ids: Tokens) -> bytes:
-    """Return the content of a checkpoint's object, which is the checkpoint's file, verified first.
-
-    `saved`: the checkpoint on disk. `ids`: token ids of a prompt that begins with the checkpoint's
-    tokens. Blocks for reading. Raises StoreError if the file is damaged or was evicted meanwhile,
-    and OSError or Malformed if reading fails.
-    """
     store.verify_checkpoint(saved, ids)
     data = bytearray(saved.nbytes)
     with open_file(saved.path) as fd:
@@ -126,12 +118,6 @@ def pack_checkpoint(store: Store, saved: Saved, ids: Tokens) -> bytes:
 
 
 def unpack_checkpoint(data: bytes, chain: Chain, position: int) -> list[Tensor]:
-    """Verify the object of a checkpoint, and return its tensors.
-
-    `data`: the content of the object. `chain`: that of the prompt. `position`: number of tokens of
-    the chain before the checkpoint. Raises Malformed if the content is damaged, or belongs to other
-    tokens or another position.
-    """
     head = checkpoint_of(header_of(data))
     if head.namespace != chain.namespace or head.digest != chain.at(position):
         raise Malformed("it belongs to another prefix")

@@ -1,4 +1,4 @@
-"""Forms of objects: plain, or names and contents sealed with the key of `--remote-key-file`.
+"""Form of objects whose names and contents are sealed with the key of `--remote-key-file`.
 
 - From the file's key are derived, by HKDF-SHA256 (RFC 5869) with different values of its parameter
   `info`: one key for names, one key per object for its content, and a public id to compare keys by.
@@ -17,9 +17,7 @@ from __future__ import annotations
 import base64
 import binascii
 import os
-from typing import Protocol
 
-import xxhash
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM, AESSIV
 from cryptography.hazmat.primitives.hashes import SHA256
@@ -27,91 +25,12 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from mlxcache.config.keys import KEY_BYTES
 from mlxcache.errors import Corrupt
-
-MAGIC = b"mlxcache"
-VERSION = 1
-HEAD_BYTES = 16
-"""Bytes before the content: magic (8), version (1), form (1), zeros (6)."""
-
-PLAIN, SEALED = 0, 1
-
-
-class Form(Protocol):
-    """Interface of the form in which names and contents are stored. Thread-safe.
-
-    `overhead`: bytes by which a stored object is longer than its content. `key_id`: a public digest
-    of the key; None without one.
-    """
-
-    overhead: int
-    key_id: str | None
-
-    def stored_name(self, name: str) -> str:
-        """Return the name under which an object is stored."""
-
-    def plain_name(self, stored: str) -> str | None:
-        """Return the name of the object stored as `stored`; None if it has another form or key."""
-
-    def wrap(self, name: str, content: bytes | memoryview) -> bytes:
-        """Return the bytes to store for an object with this name and content."""
-
-    def unwrap(self, name: str, stored: bytes | bytearray) -> bytes:
-        """Return the content of the stored bytes of object `name`.
-
-        Raises Corrupt if `wrap` did not make these bytes under this name.
-        """
-
-
-class Plain:
-    """Form without a key: names as they are, contents with a checksum over name and content."""
-
-    overhead = HEAD_BYTES + 16
-    key_id: str | None = None
-
-    def stored_name(self, name: str) -> str:
-        """Return `name`: without a key, names are stored as they are."""
-        return name
-
-    def plain_name(self, stored: str) -> str | None:
-        """Return `stored`: without a key, names are stored as they are."""
-        return stored
-
-    def wrap(self, name: str, content: bytes | memoryview) -> bytes:
-        """Return a header, a checksum (XXH3, 128 bits) and the content."""
-        return b"".join((make_head(PLAIN), _checksum(name, content), content))
-
-    def unwrap(self, name: str, stored: bytes | bytearray) -> bytes:
-        """Return the content. Raises Corrupt if the header or the checksum is wrong."""
-        check_head(stored, PLAIN)
-        content = memoryview(stored)[self.overhead :]
-        if stored[HEAD_BYTES : self.overhead] != _checksum(name, content):
-            raise Corrupt("its checksum is wrong")
-        return bytes(content)
-
-
-def make_head(form: int) -> bytes:
-    """Return the first bytes of every stored object of the form `PLAIN` or `SEALED`."""
-    return MAGIC + bytes((VERSION, form)) + bytes(6)
-
-
-def check_head(stored: bytes | bytearray, form: int) -> None:
-    """Check the first bytes of a stored object. Raises Corrupt if they are not those of `form`."""
-    if stored[: len(MAGIC)] != MAGIC:
-        raise Corrupt("it is not an object of mlxcache")
-    if stored[:HEAD_BYTES] != make_head(form):
-        raise Corrupt("it has another version, or is sealed and this server has no key")
-
-
-def _checksum(name: str, content: bytes | memoryview) -> bytes:
-    digest = xxhash.xxh3_128(name.encode() + b"\0")
-    digest.update(content)
-    return digest.digest()
-
+from mlxcache.remote.storage import HEAD_BYTES, SEALED, Plain, check_head, make_head
 
 _NONCE_BYTES, _TAG_BYTES = 12, 16
 
 
-class Sealed:
+class Sealed(Plain):
     """Encrypts the names and contents of objects in a remote, and decrypts them. Thread-safe.
 
     `key`: `KEY_BYTES` (32) random bytes; raises ValueError for another length. The first part of a
@@ -125,10 +44,9 @@ class Sealed:
             raise ValueError(f"a key has {KEY_BYTES} bytes, not {len(key)}")
         self._key = key
         self._names = AESSIV(_derive(key, b"names", 64))
-        self.key_id: str | None = _derive(key, b"id", 16).hex()
+        self.key_id = _derive(key, b"id", 16).hex()
 
     def stored_name(self, name: str) -> str:
-        """Return the name under which the object `name` is stored."""
         parts = name.encode().split(b"/")
         return "/".join(
             _encode(self._names.encrypt(part, parts[:place])) if place else part.decode()
@@ -136,7 +54,6 @@ class Sealed:
         )
 
     def plain_name(self, stored: str) -> str | None:
-        """Return the name that `stored_name` encrypts as `stored`; None if there is none."""
         first, *rest = stored.split("/")
         parts = [first.encode()]
         try:
@@ -147,15 +64,10 @@ class Sealed:
         return b"/".join(parts).decode()
 
     def wrap(self, name: str, content: bytes | memoryview) -> bytes:
-        """Return the bytes to store as object `name`: header, nonce, encrypted content, tag."""
         head, nonce = make_head(SEALED), os.urandom(_NONCE_BYTES)
         return b"".join((head, nonce, self._cipher(name).encrypt(nonce, content, _bound(name))))
 
     def unwrap(self, name: str, stored: bytes | bytearray) -> bytes:
-        """Return the content from which `wrap` made `stored`.
-
-        Raises Corrupt if a byte of `stored` was changed, or `wrap` used another key or name.
-        """
         check_head(stored, SEALED)
         after = memoryview(stored)[HEAD_BYTES:]
         nonce, sealed = bytes(after[:_NONCE_BYTES]), after[_NONCE_BYTES:]

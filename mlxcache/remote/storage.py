@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import configparser
 import os
+import re
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager, suppress
@@ -18,12 +19,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import obstore
+import xxhash
 from obstore import exceptions
 from obstore.store import AzureStore, GCSStore, LocalStore, S3Store
 
 from mlxcache.config.remote import RemoteUrl
-from mlxcache.errors import ConfigError
-from mlxcache.remote.failure import Failure, describe_failure
+from mlxcache.errors import ConfigError, Corrupt
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore, RetryConfig, S3Config
@@ -42,10 +43,132 @@ _PAGE = 1000
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 
 
+_STATUS = re.compile(r"status code: (\d+)(?: ([A-Za-z ]+))?")
+_CODE = re.compile(r"<Code>(\w{1,64})</Code>")
+_SLOW_DOWN = (408, 425, 429)
+
+_CAUSES = {
+    "connection refused": "connection refused",
+    "dns error": "its host name is unknown",
+    "connection reset": "connection reset",
+    "connection closed": "connection closed",
+    "certificate": "its certificate is not valid",
+    "permission denied": "permission denied",
+    "read-only file system": "it is read-only",
+    "no space left": "the share is full",
+    "quota exceeded": "the share is full",
+    "timed out": "it does not answer",
+    "invalid http": "its answers are not HTTP",
+}
+"""Reasons by a part of obstore's text, in lower case."""
+
+_LOCAL = ("permission denied", "it is read-only", "the share is full")
+"""Reasons of `_CAUSES` that end writing only: reading may still work."""
+
+
+class Failure(Exception):
+    """Error of one operation on the remote; its text is a short reason without secrets.
+
+    `grave`: the next operations of this kind (reading or writing) would fail too. `gone`: those of
+    both kinds would.
+    """
+
+    def __init__(self, reason: str, *, grave: bool, gone: bool = False):
+        super().__init__(reason)
+        self.grave = grave
+        self.gone = gone
+
+
+class WrongKey(Failure):
+    """Failure: the remote's marker is of another key (or of none), or of another format."""
+
+    def __init__(self, reason: str):
+        super().__init__(reason, grave=True, gone=True)
+
+
+def describe_failure(error: Exception) -> Failure:
+    """Return the failure that stands for an error of obstore.
+
+    The error's own text is not passed on: it holds URLs, which may be signed. After a failure that
+    is `grave` the remote is skipped at once; after others, such as status 503, only if three come
+    in a row, because they may be the provider's way to slow a client down. Grave are: the statuses
+    4xx except 408, 425 and 429, and every error without a status. One that shows that the remote
+    cannot be reached, such as a refused connection, is `gone` as well.
+    """
+    text = str(error)
+    if status := _STATUS.search(text):
+        code = _CODE.search(text)
+        words = [status[1], (status[2] or "").strip(), f"({code[1]})" if code else ""]
+        number = int(status[1])
+        reason = "it answered " + " ".join(filter(None, words))
+        return Failure(reason, grave=400 <= number < 500 and number not in _SLOW_DOWN)
+    lower = text.lower()
+    for sign, reason in _CAUSES.items():
+        if sign in lower:
+            return Failure(reason, grave=True, gone=reason not in _LOCAL)
+    return Failure(f"{type(error).__name__} of the storage", grave=True)
+
+
+def too_slow() -> Failure:
+    """Return the failure of an operation that exceeded its deadline."""
+    return Failure("it is too slow, or does not answer", grave=True)
+
+
+MAGIC = b"mlxcache"
+VERSION = 1
+HEAD_BYTES = 16
+"""Bytes before the content: magic (8), version (1), form (1), zeros (6)."""
+
+PLAIN, SEALED = 0, 1
+
+
+class Plain:
+    """Form of objects without a key: names as they are, contents with a checksum. Thread-safe.
+
+    `overhead`: bytes by which a stored object is longer than its content. `key_id`: a public digest
+    of the key; None without one. `plain_name` returns None for a name of another form or key;
+    `unwrap` raises Corrupt for what `wrap` did not make under this name.
+    """
+
+    overhead = HEAD_BYTES + 16
+    key_id: str | None = None
+
+    def stored_name(self, name: str) -> str:
+        return name
+
+    def plain_name(self, stored: str) -> str | None:
+        return stored
+
+    def wrap(self, name: str, content: bytes | memoryview) -> bytes:
+        return b"".join((make_head(PLAIN), _checksum(name, content), content))
+
+    def unwrap(self, name: str, stored: bytes | bytearray) -> bytes:
+        check_head(stored, PLAIN)
+        content = memoryview(stored)[self.overhead :]
+        if stored[HEAD_BYTES : self.overhead] != _checksum(name, content):
+            raise Corrupt("its checksum is wrong")
+        return bytes(content)
+
+
+def make_head(form: int) -> bytes:
+    return MAGIC + bytes((VERSION, form)) + bytes(6)
+
+
+def check_head(stored: bytes | bytearray, form: int) -> None:
+    if stored[: len(MAGIC)] != MAGIC:
+        raise Corrupt("it is not an object of mlxcache")
+    if stored[:HEAD_BYTES] != make_head(form):
+        raise Corrupt("it has another version, or is sealed and this server has no key")
+
+
+def _checksum(name: str, content: bytes | memoryview) -> bytes:
+    digest = xxhash.xxh3_128(name.encode() + b"\0")
+    digest.update(content)
+    return digest.digest()
+
+
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """An object in a listing."""
-
     path: str
     size: int
     modified: datetime
@@ -70,7 +193,6 @@ class Storage:
 
     @property
     def is_folder(self) -> bool:
-        """True if the storage is a folder, which may be a share that is unmounted at any time."""
         return self.url.scheme == "file"
 
     def is_within(self, path: str) -> bool:
@@ -85,7 +207,6 @@ class Storage:
         return os.path.realpath(os.path.join(root, folder)) == os.path.join(root, folder)
 
     async def head(self, path: str) -> int | None:
-        """Return the size of an object in bytes, or None if it is absent."""
         try:
             with _failures():
                 return int((await obstore.head_async(self._store, path))["size"])
@@ -93,11 +214,6 @@ class Storage:
             return None
 
     async def open(self, path: str) -> tuple[int, AsyncIterator[memoryview]] | None:
-        """Begin to read an object; return its size and an iterator over its content.
-
-        The size is in bytes. The iterator reads the content in parts, in order. Returns None if the
-        object is absent.
-        """
         try:
             with _failures():
                 result = await obstore.get_async(self._store, path)
@@ -114,7 +230,6 @@ class Storage:
             raise Failure("there is no such bucket or folder", grave=True) from None
 
     async def pages(self, prefix: str) -> AsyncIterator[list[Stored]]:
-        """Yield the objects whose paths begin with `prefix`, in pages of a listing."""
         with _failures():
             async for page in obstore.list(self._store, prefix, chunk_size=_PAGE):
                 yield [Stored(one["path"], one["size"], one["last_modified"]) for one in page]
@@ -133,7 +248,6 @@ async def _parts(result: obstore.GetResult) -> AsyncIterator[memoryview]:
 
 @contextmanager
 def _failures() -> Iterator[None]:
-    """Convert the errors of obstore to Failure, except FileNotFoundError (an absent object)."""
     try:
         yield
     except (Failure, FileNotFoundError):
@@ -143,7 +257,6 @@ def _failures() -> Iterator[None]:
 
 
 def _connect(url: RemoteUrl) -> ObjectStore:
-    """Return a client of obstore for `url`. Raises ConfigError and the errors of obstore."""
     if url.scheme == "file":
         if not Path(url.prefix).is_dir():
             raise ConfigError(
@@ -193,7 +306,6 @@ def _s3_config() -> S3Config:
 
 
 def _section(variable: str, name: str, section: str) -> dict[str, str]:
-    """Return the settings in one section of an AWS file."""
     path = Path(os.environ.get(variable) or Path.home() / ".aws" / name)
     parser = configparser.RawConfigParser()
     try:

@@ -10,12 +10,10 @@ from threading import BoundedSemaphore
 from typing import Any
 
 from mlxcache.errors import StoreError
-from mlxcache.remote.fetch import PARALLEL, Fetcher, PrefillSeconds, Shape
-from mlxcache.remote.figures import Counts
-from mlxcache.remote.names import KnownNames
+from mlxcache.remote.exchange import Exchange, Shape
+from mlxcache.remote.fetch import PARALLEL, Fetcher, PrefillSeconds
 from mlxcache.remote.objects import Objects
-from mlxcache.remote.replies import SharedReplies
-from mlxcache.remote.session_records import SharedSessions
+from mlxcache.remote.records import SharedReplies, SharedSessions
 from mlxcache.remote.upload import Uploader
 from mlxcache.store.found import Found
 from mlxcache.store.reply_rows import ReplyRow
@@ -38,13 +36,11 @@ CLOSE_S = 1.0
 
 
 class RemoteTier:
-    """Exchange of one model's KV, replies and session records with other servers.
+    """Exchange of one model's KV, replies and session records with other servers. Thread-safe.
 
-    `objects`: the remote. `store`: that of the model's namespace; the caller closes both. `shape`:
-    sizes of the model's KV. `seconds(start, stop)` estimates the time for computing the prompt
-    tokens [start, stop). `vocab_size`: number of token ids. `label`: that of the model, for the
-    log. The attribute `sessions` exchanges session records. Methods may be called on any thread;
-    only `replies_to` and `close` block.
+    `objects`: the remote. `store`: that of the model's namespace; the caller closes both.
+    `seconds(start, stop)` estimates the time for computing the prompt tokens [start, stop).
+    `vocab_size`: number of token ids. Only `replies_to` and `close` block.
     """
 
     def __init__(
@@ -57,28 +53,18 @@ class RemoteTier:
         *,
         label: str = "unnamed",
     ):
-        self._label = label
-        self._objects, self._seconds = objects, seconds
-        self._counts = counts = Counts()
-        names = KnownNames()
+        exchange = Exchange(objects, store, shape, label)
+        self._label, self._objects, self._counts = label, objects, exchange.counts
+        self._seconds = seconds
         self._reading = ThreadPoolExecutor(2 * PARALLEL, thread_name_prefix="mlxcache-fetch")
         self._lookups = ThreadPoolExecutor(LOOKUPS, thread_name_prefix="mlxcache-lookup")
         self._places = BoundedSemaphore(LOOKUPS)
         # apart, because no request waits for it
         self._behind = ThreadPoolExecutor(1, thread_name_prefix="mlxcache-session")
-        self.fetcher = Fetcher(
-            *(objects, store, shape, seconds),
-            names=names,
-            counts=counts,
-            pool=self._reading,
-            label=label,
-        )
-        self.uploader = Uploader(objects, store, shape, names, counts, label=label)
-        away = (objects, self.uploader, counts, store.namespace)
-        self.sessions = SharedSessions(*away, self._behind.submit, label=label)
-        self._replies = SharedReplies(*away, vocab_size, label=label)
-
-    # -- KV ----------------------------------------------------------------------------------------
+        self.fetcher = Fetcher(exchange, seconds, self._reading)
+        self.uploader = Uploader(exchange)
+        self.sessions = SharedSessions(exchange, self.uploader, self._behind.submit)
+        self._replies = SharedReplies(exchange, self.uploader, vocab_size)
 
     def look_up(
         self,
@@ -90,10 +76,10 @@ class RemoteTier:
     ) -> bool:
         """Begin to fetch the KV of a prompt that other servers computed, into the store.
 
-        `ids`: the prompt. `known`: number of leading tokens that can be reused from RAM. `found`:
-        the part on disk. Returns False, and does nothing, if a lookup is not worthwhile or too many
-        are in progress. Otherwise `then()` is called on another thread at the end, whether
-        something was fetched or not. `dropped()` returns True once nobody waits for the result.
+        `known`: number of leading tokens that can be reused from RAM. `found`: the part on disk.
+        Returns False, and does nothing, if a lookup is not worthwhile or too many are in progress.
+        Otherwise `then()` is called on another thread at the end, whether something was fetched or
+        not. `dropped()` returns True once nobody waits for the result.
         """
         if not self.fetcher.wanted(ids, known, found) or not self._places.acquire(blocking=False):
             return False
@@ -123,40 +109,27 @@ class RemoteTier:
         return True
 
     def share(self, ids: Tokens) -> None:
-        """Queue the KV of the path `ids`, as far as it is on disk, to be uploaded."""
         self.uploader.add_path(ids)
 
-    # -- replies -----------------------------------------------------------------------------------
-
     def share_reply(self, owner: str | None, asked: bytes, row: ReplyRow) -> None:
-        """Queue the reply `row` to be uploaded."""
         self._replies.offer(owner, asked, row)
 
     def replies_to(self, owner: str | None, asked: Sequence[bytes], tokens: int) -> list[ReplyRow]:
         """Return the replies of a conversation that the remote has, for replay.
 
-        `owner`, `asked`: as in `SharedReplies.fetch`. Replies that were fetched or shared before
-        are left out. `tokens`: length of the conversation. Blocks for at most 3 %
-        (`REPLIES_SHARE`) of the estimated seconds for computing the conversation, and for at most
-        1 s (`MOST_REPLIES_S`); returns an empty list if the remote has not answered by then.
+        `asked`: as in `SharedReplies.fetch`. `tokens`: length of the conversation. Blocks for at
+        most `REPLIES_SHARE` of the estimated seconds for computing it.
         """
         if not asked or not self._objects.available:
             return []
         whole = self._seconds(0, tokens)
         return self._replies.fetch(owner, asked, min(MOST_REPLIES_S, REPLIES_SHARE * whole))
 
-    # -- state -------------------------------------------------------------------------------------
-
     def figures(self) -> dict[str, Any]:
-        """Return counts of what this model has exchanged with the remote since the start."""
         return {**self._counts.figures(), "waiting": self.uploader.waiting}
 
     def close(self, seconds: float = CLOSE_S) -> None:
-        """Upload what is queued, for at most `seconds`, then end the threads of this object.
-
-        Blocks for at most `seconds`, and as long again for the upload that is in progress then.
-        Uploads that are still queued are dropped.
-        """
+        """Upload what is queued, for at most `seconds`, then end the threads of this object."""
         self._lookups.shutdown(wait=False, cancel_futures=True)
         self._behind.shutdown(wait=False, cancel_futures=True)
         self._reading.shutdown(wait=False, cancel_futures=True)

@@ -16,15 +16,11 @@ import numpy as np
 
 from mlxcache.errors import RemoteUnavailable, StoreError
 from mlxcache.remote import grid
-from mlxcache.remote.fetch import Shape
-from mlxcache.remote.figures import Counts
-from mlxcache.remote.names import KnownNames
-from mlxcache.remote.objects import Objects
+from mlxcache.remote.exchange import Exchange
 from mlxcache.remote.run_objects import pack_checkpoint, pack_run
 from mlxcache.safetensors import Malformed
 from mlxcache.store.digests import BLOCK, Chain
 from mlxcache.store.found import Found
-from mlxcache.store.store import Store
 from mlxcache.types import Tokens
 
 log = logging.getLogger("mlxcache.engine")
@@ -45,27 +41,20 @@ NEWEST_STATES = 3
 HEADS = 64
 """Number of objects whose presence is asked for at once."""
 
+Record = tuple[str, Callable[[], None]]
+"""Name of a small object, and what writes it."""
+
 
 class Uploader:
-    """Thread that writes runs, checkpoints and small records to the remote.
+    """Thread that writes runs, checkpoints and small records to the remote. Thread-safe.
 
-    Methods may be called on any thread and do not block, except `wait` and `close`. `label`: that
-    of the model, for the log.
+    No method blocks, except `wait` and `close`.
     """
 
-    def __init__(
-        self,
-        objects: Objects,
-        store: Store,
-        shape: Shape,
-        names: KnownNames,
-        counts: Counts,
-        *,
-        label: str = "unnamed",
-    ):
-        self._label = label
-        self._objects, self._store, self._shape = objects, store, shape
-        self._names, self._counts = names, counts
+    def __init__(self, exchange: Exchange):
+        self._exchange, self._label, self._counts = exchange, exchange.label, exchange.counts
+        self._objects, self._store, self._names = exchange.objects, exchange.store, exchange.names
+        self._cell = exchange.shape.cell
         self._paths: list[Tokens] = []
         self._records: OrderedDict[str, Callable[[], None]] = OrderedDict()
         self._state = threading.Condition()
@@ -87,7 +76,7 @@ class Uploader:
                 len(kept) > 1 and sum(path.nbytes for path in kept) > MOST_BYTES
             ):
                 kept.pop(0)
-                self._counts.add("dropped")
+                self._counts.add(dropped=1)
             self._paths = kept
             self._state.notify_all()
 
@@ -98,20 +87,16 @@ class Uploader:
             self._records.move_to_end(name)
             while len(self._records) > MOST_RECORDS:
                 self._records.popitem(last=False)
-                self._counts.add("dropped")
+                self._counts.add(dropped=1)
             self._state.notify_all()
 
     @property
     def waiting(self) -> int:
-        """Number of uploads that are queued, plus 1 while one is being made.
-
-        An upload is that of a path's KV, or of a small object, such as a reply or a session's data.
-        """
+        """Number of paths and records that are queued, plus 1 while one is uploaded."""
         with self._state:
             return len(self._paths) + len(self._records) + self._busy
 
     def wait(self, seconds: float) -> bool:
-        """Block until no upload is queued or in progress, for at most `seconds`."""
         deadline = time.monotonic() + seconds
         with self._state:
             while self._paths or self._records or self._busy:
@@ -158,8 +143,7 @@ class Uploader:
                     self._busy = False
                     self._state.notify_all()
 
-    def _next(self) -> tuple[str, Callable[[], None]] | Tokens | None:
-        """Wait for and remove the next item of the queue; return None once `close` was called."""
+    def _next(self) -> Record | Tokens | None:
         with self._state:
             if self._pause and not self._closing:
                 end = time.monotonic() + self._pause
@@ -174,7 +158,7 @@ class Uploader:
                 return self._records.popitem(last=False)
             return self._paths.pop(0)
 
-    def _put_back(self, item: tuple[str, Callable[[], None]] | Tokens) -> None:
+    def _put_back(self, item: Record | Tokens) -> None:
         with self._state:
             if isinstance(item, tuple):
                 self._records.setdefault(*item)
@@ -182,7 +166,7 @@ class Uploader:
             elif not any(_continues(path, item) for path in self._paths):
                 self._paths.insert(0, item)
 
-    def _upload(self, item: tuple[str, Callable[[], None]] | Tokens) -> None:
+    def _upload(self, item: Record | Tokens) -> None:
         if isinstance(item, tuple):
             item[1]()
             return
@@ -197,7 +181,6 @@ class Uploader:
             self._put_run(chain, found, end, stop)
 
     def _note_held(self, chain: Chain, ends: Sequence[int]) -> None:
-        """Ask the remote which of the run objects of `chain` with these `ends` it has."""
         names = [(grid.run_name(chain, end), end) for end in ends]
         names = [one for one in names if not self._names.is_present(*one)]
         for at in range(0, len(names), HEADS):
@@ -208,44 +191,34 @@ class Uploader:
                     self._names.note_present(name, end)
 
     def _run_ends(self, length: int) -> list[tuple[int, int]]:
-        """Return for each run object of a path its end, and the position after its last token."""
-        cell, whole = self._shape.cell, length // BLOCK * BLOCK
-        ends = [*range(cell, whole, cell), *([whole] if whole else [])]
+        whole = length // BLOCK * BLOCK
+        ends = [*range(self._cell, whole, self._cell), *([whole] if whole else [])]
         return [(end, length if end == whole else end) for end in ends]
 
     def _put_run(self, chain: Chain, found: Found, end: int, stop: int) -> None:
-        """Write the run object of `chain` with this `end`, with tokens up to `stop`.
-
-        Writes nothing if the object in the remote is as long, and not known to be damaged. `found`:
-        the files to make the object from.
-        """
+        """Write a run object unless the remote's is as long, and not known to be damaged."""
         name = grid.run_name(chain, end)
         if self._names.is_present(name, stop):
             return
-        data = pack_run(self._store, found, chain, grid.cell_start(end, self._shape.cell), stop)
+        data = pack_run(self._store, found, chain, grid.cell_start(end, self._cell), stop)
         known = stop == end or self._names.is_wrong(name)  # that it is not there, or is useless
         size = None if known else self._objects.head(name)
         if size is None or size < len(data):
-            self._put(name, data)
+            self._exchange.put(name, data)
         self._names.note_present(name, stop)
 
     def _put_checkpoints(self, chain: Chain, found: Found) -> None:
         saved = found.checkpoints
         for one in [*saved[:1], *saved[max(1, len(saved) - NEWEST_STATES) :]]:
-            name = grid.checkpoint_name(chain, one.position, self._shape.cell)
+            name = grid.checkpoint_name(chain, one.position, self._cell)
             if self._names.is_present(name, one.position):
                 continue
             if self._names.is_wrong(name) or self._objects.head(name) is None:
-                self._put(name, pack_checkpoint(self._store, one, chain.ids))
+                self._exchange.put(name, pack_checkpoint(self._store, one, chain.ids))
             self._names.note_present(name, one.position)
 
-    def _put(self, name: str, data: bytes) -> None:
-        self._objects.put(name, data)
-        self._counts.add("uploaded_objects")
-        self._counts.add("uploaded_bytes", len(data))
 
-
-def _description(item: tuple[str, Callable[[], None]] | Tokens) -> str:
+def _description(item: Record | Tokens) -> str:
     return item[0] if isinstance(item, tuple) else f"KV of {len(item)} tokens"
 
 

@@ -26,7 +26,7 @@ from mlxcache.store.store import Store
 from mlxcache.types import Job, Tokens
 
 if TYPE_CHECKING:
-    from mlxcache.remote.session_records import SharedSessions
+    from mlxcache.remote.records import SharedSessions
 
 log = logging.getLogger("mlxcache.engine")
 

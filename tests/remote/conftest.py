@@ -16,7 +16,6 @@ _numbers = itertools.count()
 
 @pytest.fixture(scope="session")
 def s3() -> Iterator[tuple[str, int]]:
-    """Host and port of an S3 server, which keeps all objects in memory."""
     from moto.server import ThreadedMotoServer
 
     log = logging.getLogger("werkzeug")
@@ -31,8 +30,6 @@ def s3() -> Iterator[tuple[str, int]]:
 
 @pytest.fixture
 def use_endpoint(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """`use_endpoint(url)` sets the environment of an S3 server at that address."""
-
     def use(url: str) -> None:
         monkeypatch.setenv("AWS_ENDPOINT_URL", url)
 
@@ -44,7 +41,6 @@ def use_endpoint(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 @pytest.fixture
 def bucket(s3: tuple[str, int], use_endpoint: Callable[[str], None]) -> str:
-    """URL of an empty bucket, with a prefix. The environment has the keys and the endpoint."""
     host, port = s3
     name = f"bucket-{next(_numbers)}"
     connection = http.client.HTTPConnection(host, port)
@@ -59,7 +55,6 @@ def bucket(s3: tuple[str, int], use_endpoint: Callable[[str], None]) -> str:
 def proxy(
     s3: tuple[str, int], bucket: str, use_endpoint: Callable[[str], None]
 ) -> Iterator[FaultProxy]:
-    """Proxy in front of the server of `bucket`, which the environment names instead."""
     made = FaultProxy(*s3)
     use_endpoint(made.url)
     yield made

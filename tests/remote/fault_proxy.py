@@ -14,14 +14,6 @@ _PART = 16 * 1024
 
 
 class FaultProxy:
-    """Proxy on a port of its own to the HTTP server at `host`:`port`.
-
-    Faults: `gone` closes connections without an answer, `frozen` never answers, `slow` moves bodies
-    at `rate` bytes per second, `garbage` answers with bytes that are not HTTP, `damaged` changes
-    the last byte of each body that is read, `read-only` answers writes with 403, `busy` all with
-    503. `requests`: methods and paths that arrived.
-    """
-
     def __init__(self, host: str, port: int):
         self.upstream = (host, port)
         self.fault: Fault = "none"
@@ -37,7 +29,6 @@ class FaultProxy:
         return f"http://127.0.0.1:{self._server.server_port}"
 
     def set(self, fault: Fault, rate: float = 1e6) -> None:
-        """Have this fault from now on. Requests that hang in `frozen` are dropped."""
         self.fault, self.rate = fault, rate
         self._thawed.set()
         self._thawed = threading.Event()

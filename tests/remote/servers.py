@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlxcache.remote.fetch import Shape
+from mlxcache.remote.exchange import Shape
 from mlxcache.remote.objects import Objects
 from mlxcache.remote.tier import RemoteTier
 from mlxcache.store.store import Store
@@ -21,14 +22,11 @@ SECONDS = 0.01
 
 
 def per_token(start: int, stop: int) -> float:
-    """Seconds for computing tokens."""
     return max(0, stop - start) * SECONDS
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A server's store and its part in the remote."""
-
     store: Store
     tier: RemoteTier
 
@@ -43,7 +41,7 @@ class Server:
 
     def fetches(self, ids: Tokens, known: int = 0) -> int:
         """How many tokens of a prompt are on disk after a lookup in the remote."""
-        self.tier.fetcher.fetch(ids, known, self.tier.fetcher._clock())
+        self.tier.fetcher.fetch(ids, known, time.monotonic())
         return self.store.find(ids, touch=False).length
 
 

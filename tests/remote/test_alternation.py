@@ -35,7 +35,6 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def remotes(bucket: str) -> Iterator[list[Objects]]:
-    """A sealed remote in object storage, as two servers open it."""
     made = [open_remote(bucket, key=b"k" * 32) for _ in range(2)]
     yield made
     for one in made:
@@ -54,7 +53,6 @@ async def two(
 
 
 async def shared(engine: Engine) -> None:
-    """Wait until all of an engine's conversations are on its disk, and in the remote."""
     await engine.book.settled()
     still = 0
     async with asyncio.timeout(60):
@@ -64,7 +62,6 @@ async def shared(engine: Engine) -> None:
 
 
 def waits(runtime: ModelRuntime) -> bool:
-    """Whether something is not on disk or not in the remote yet."""
     assert runtime.remote is not None
     assert runtime.kv.disk is not None
     behind = runtime.kv.disk.write_behind
@@ -117,7 +114,6 @@ async def converse(turns: Alternating, several: bool) -> Any:
 async def test_turns_on_alternating_servers_feed_what_is_new(
     toy: ToyMaker, tmp_path: Path, remotes: list[Objects], row: tuple[str, str, str]
 ):
-    """With calls, thinking and a client that rewrites replies; the last reply is the cold one's."""
     name, layers, api = row
     folder = tmp_path / "model"
     folder.mkdir()
@@ -138,43 +134,3 @@ async def test_turns_on_alternating_servers_feed_what_is_new(
             cold = await talk.run(talk.prompt, 12)
             assert cold.cached_tokens == 0
             assert talk.pieces == said
-
-
-LARGE: dict[str, Any] = {
-    "hidden": 512, "layers": 8, "heads": 8, "kv_heads": 1, "head_dim": 64, "intermediate": 1024
-}  # fmt: skip
-"""Sizes of a toy that computes some hundred tokens a second here, as large models do on a Mac."""
-
-TOO_FAST = 6000.0
-"""Tokens per second above which that is not so: with a GPU, for instance."""
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("scripts")
-@pytest.mark.parametrize("row", ROWS, ids="-".join)
-async def test_turns_feed_what_is_new_within_the_limits_of_time(
-    toy: ToyMaker, tmp_path: Path, remotes: list[Objects], row: tuple[str, str, str]
-):
-    """With a model that takes its time, in a long conversation, and limits as they are."""
-    name, layers, api = row
-    folder = tmp_path / "model"
-    folder.mkdir()
-    model = of_family(toy(layers, vocab_size=1024, **LARGE), folder, name)
-    async with two(model, tmp_path, remotes, ram="2GB") as engines:
-        if (await engines[0].call(lambda runtime: runtime.cost.rate)) > TOO_FAST:
-            pytest.skip("this machine computes the toy sooner than anything can be fetched")
-        turns = Alternating(engines, name, api)
-        turns.talk.user("Please read the file. It has many lines. " * 100)
-        await converse(turns, FAMILIES[name].several)
-        late = sum([await engine.call(given_up) for engine in engines])
-        print(name, layers, turns.talk.warm, late)
-        if late:
-            pytest.skip("this machine is too busy: the remote was slower than computing")
-        assert max(turns.talk.warm[1:]) <= MORE
-
-
-def given_up(runtime: ModelRuntime) -> int:
-    """How many lookups ended, or fetched nothing, because computing is sooner."""
-    assert runtime.remote is not None
-    figures = runtime.remote.figures()
-    return int(figures["expired"]) + int(figures["slower"])

@@ -32,7 +32,6 @@ def small_cells(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def share(tmp_path: Path) -> Path:
-    """The folder of the remote."""
     folder = tmp_path / "share"
     folder.mkdir()
     return folder
@@ -52,7 +51,6 @@ def runs(share: Path) -> list[Path]:
 
 @pytest.mark.parametrize("length", [40, 100, 256, 257, 1100])
 def test_what_one_computed_the_other_has_to_the_token(tmp_path: Path, remote: Objects, length: int):
-    """The last, incomplete block too, unless it is the only one; the prompt goes on after it."""
     ids = tokens(length)
     with server(tmp_path / "a", remote) as one, server(tmp_path / "b", remote) as other:
         one.computes(ids)
@@ -63,7 +61,6 @@ def test_what_one_computed_the_other_has_to_the_token(tmp_path: Path, remote: Ob
 
 
 def test_a_conversation_goes_to_and_fro(tmp_path: Path, remote: Objects, share: Path):
-    """Each turn uploads whole cells once, and one tail."""
     ids = tokens(1500)
     with server(tmp_path / "a", remote) as one, server(tmp_path / "b", remote) as other:
         ends = range(100, 1400, 130)
@@ -75,7 +72,6 @@ def test_a_conversation_goes_to_and_fro(tmp_path: Path, remote: Objects, share: 
 
 
 def test_a_branch_gets_what_it_shares(tmp_path: Path, remote: Objects):
-    """To the cell, if no turn ended where it leaves."""
     ids = tokens(1200)
     with server(tmp_path / "a", remote) as one, server(tmp_path / "b", remote) as other:
         one.computes(ids)
@@ -83,7 +79,6 @@ def test_a_branch_gets_what_it_shares(tmp_path: Path, remote: Objects):
 
 
 def test_a_second_server_uploads_nothing_that_is_there(tmp_path: Path, remote: Objects):
-    """Not even once it has computed the same by itself."""
     ids = tokens(1200)
     with server(tmp_path / "a", remote) as one, server(tmp_path / "b", remote) as other:
         one.computes(ids)
@@ -93,7 +88,6 @@ def test_a_second_server_uploads_nothing_that_is_there(tmp_path: Path, remote: O
 
 
 def test_a_state_is_fetched_with_the_runs_before_it(tmp_path: Path, remote: Objects):
-    """The last one of the prompt, also from cells before; runs beyond it are left there."""
     ids = tokens(1400)
     with (
         server(tmp_path / "a", remote, opaque=True) as one,
@@ -131,7 +125,6 @@ def with_nan(data: bytes, chain: Chain) -> bytes:
 
 @pytest.mark.parametrize("damage", ["noise", "empty", "other", "flipped", "nan"])
 def test_garbage_is_discarded_and_replaced(tmp_path: Path, remote: Objects, damage: str):
-    """What precedes it is used. Whoever found it uploads it anew, and then all is well again."""
     ids = tokens(1000)
     name = grid.run_name
     with (
@@ -161,7 +154,6 @@ def test_garbage_is_discarded_and_replaced(tmp_path: Path, remote: Objects, dama
 
 
 def test_an_object_of_a_damaged_form_is_written_again(tmp_path: Path, remote: Objects, share: Path):
-    """The storage itself returns other bytes than were written."""
     ids = tokens(1000)
     with server(tmp_path / "a", remote) as one, server(tmp_path / "b", remote) as other:
         one.computes(ids)
@@ -195,7 +187,6 @@ class Slow:
 
 
 def test_a_slow_remote_takes_a_small_part_of_a_cold_prefill(tmp_path: Path, remote: Objects):
-    """And is asked no more for a while."""
     ids = tokens(1000)
     with server(tmp_path / "a", remote) as one:
         one.computes(ids)
@@ -209,7 +200,6 @@ def test_a_slow_remote_takes_a_small_part_of_a_cold_prefill(tmp_path: Path, remo
 
 
 def test_what_is_computed_sooner_is_not_fetched(tmp_path: Path, remote: Objects):
-    """By the measured bandwidth."""
     ids = tokens(1000)
     with server(tmp_path / "a", remote) as one, server(tmp_path / "b", remote) as other:
         one.computes(ids)
@@ -220,7 +210,6 @@ def test_what_is_computed_sooner_is_not_fetched(tmp_path: Path, remote: Objects)
 
 
 def test_an_unavailable_remote_is_skipped(tmp_path: Path, remote: Objects):
-    """So is a prompt of which too little is unknown."""
     ids = tokens(1000)
     down: Any = Slow(remote)
     with server(tmp_path / "b", down) as other:
@@ -234,7 +223,6 @@ def test_an_unavailable_remote_is_skipped(tmp_path: Path, remote: Objects):
 def test_a_refused_upload_is_made_later(
     tmp_path: Path, remote: Objects, monkeypatch: pytest.MonkeyPatch
 ):
-    """Once, for the newest turn of the conversation."""
     monkeypatch.setattr("mlxcache.remote.upload.FIRST_RETRY_S", 0.1)
     ids = tokens(1000)
     full: Any = Slow(remote)
@@ -251,7 +239,6 @@ def test_a_refused_upload_is_made_later(
 
 
 def test_an_end_waits_for_no_remote(tmp_path: Path, remote: Objects):
-    """The object in progress is given up after a second."""
     slow: Any = Slow(remote, 30.0)
     ids = tokens(1000)
     with server(tmp_path / "a", slow) as one:
@@ -262,7 +249,6 @@ def test_an_end_waits_for_no_remote(tmp_path: Path, remote: Objects):
 
 
 def test_no_lookup_waits_for_another(tmp_path: Path, remote: Objects):
-    """Those beyond the threads for them are not made."""
     ids = tokens(1000)
     slow: Any = Slow(remote, 1.0)
     with server(tmp_path / "b", slow) as other:

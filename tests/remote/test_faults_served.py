@@ -25,7 +25,6 @@ FAULTS: list[Fault] = ["gone", "frozen", "slow", "garbage", "damaged", "read-onl
 
 
 async def ask(engine: Engine, number: int, more: str = "") -> tuple[RequestRecord, list[Piece]]:
-    """A turn of conversation `number`, or its next one, which asks for `more`."""
     messages = [{"role": "user", "content": f"{number} Please read on. " + "A line. " * 700}]
     if more:
         messages += [
@@ -50,7 +49,6 @@ async def uploaded(engine: Engine, seconds: float = 30.0) -> bool:
 
 
 async def works_again(objects: Objects) -> None:
-    """Wait until the breakers have closed."""
     end = time.monotonic() + 60
     while not (objects.available and objects.writable):
         assert time.monotonic() < end
@@ -65,7 +63,6 @@ async def test_no_fault_of_the_remote_costs_more_than_a_tenth_of_a_cold_prompt(
     proxy: FaultProxy,
     use_endpoint: Callable[[str], None],
 ):
-    """Replies are right, nothing is lost, and all is well once the remote is."""
     through = open_remote(bucket)
     use_endpoint(f"http://{proxy.upstream[0]}:{proxy.upstream[1]}")
     direct = open_remote(bucket)
@@ -111,7 +108,6 @@ async def test_no_fault_of_the_remote_costs_more_than_a_tenth_of_a_cold_prompt(
 
 @pytest.mark.slow
 async def test_a_server_with_another_key_is_refused(bucket: str):
-    """At its start; nothing of the others is touched."""
     one = open_remote(bucket, key=b"a" * 32)
     one.put("v1/a", b"x")
     for key in (None, b"b" * 32):

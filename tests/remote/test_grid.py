@@ -22,7 +22,6 @@ def test_a_cell_is_the_largest_power_of_two_of_blocks_within_its_bytes(nbytes: i
 
 
 def test_the_last_cell_is_found_in_few_rounds():
-    """Wherever it is; each round asks for at most `PROBES` cells at once."""
     drawn = random.Random(1)
     for _ in range(300):
         low = drawn.randrange(50)
@@ -40,7 +39,6 @@ def test_the_last_cell_is_found_in_few_rounds():
 
 
 def test_servers_agree_on_names_as_far_as_prompts_are_equal():
-    """Names depend on all tokens before, and on nothing else."""
     ids = tokens(700)
     one, other = Chains("space").of(ids), Chains("space").of(branch(ids, 300, 700))
     assert grid.run_name(one, 256) == grid.run_name(other, 256)
@@ -49,14 +47,12 @@ def test_servers_agree_on_names_as_far_as_prompts_are_equal():
 
 
 def test_a_tail_may_end_at_any_whole_block_of_the_cell_that_is_not_known():
-    """Up to the prompt's last whole block, and not at the cell's own end."""
     assert grid.tail_ends(256, 256, 500, 256) == [320, 384, 448]
     assert grid.tail_ends(256, 330, 5000, 256) == [384, 448]
     assert grid.tail_ends(256, 256, 300, 256) == []
 
 
 def test_checkpoints_of_a_prompt_are_told_from_others_by_their_names():
-    """Others are after other tokens, later, or no checkpoints at all."""
     ids = tokens(700)
     chain, other = Chains("space").of(ids), Chains("space").of(branch(ids, 600, 700))
     names = [grid.checkpoint_name(chain, at, 256) for at in (530, 600, 690)]
@@ -67,7 +63,6 @@ def test_checkpoints_of_a_prompt_are_told_from_others_by_their_names():
 
 
 def test_a_name_stands_for_the_cell_of_its_last_block():
-    """Also at the boundary of two cells."""
     ends = np.arange(64, 1025, 64)
     assert {grid.cell_start(int(end), 256) for end in ends} == {0, 256, 512, 768}
     assert grid.cell_start(256, 256) == 0

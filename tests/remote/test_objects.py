@@ -27,13 +27,11 @@ def objects(tmp_path, key):
 
 
 def stored_files(folder: Path) -> list[Path]:
-    """The files of objects, without the marker."""
     files = sorted(one for one in folder.rglob("*") if one.is_file())
     return [one for one in files if one.name != "mlxcache.json"]
 
 
 def test_an_object_is_read_as_it_was_written(objects: Objects):
-    """Its size is that of its content."""
     objects.put("v1/space/run/0a", b"hello")
     assert objects.get("v1/space/run/0a") == b"hello"
     assert objects.head("v1/space/run/0a") == 5
@@ -42,7 +40,6 @@ def test_an_object_is_read_as_it_was_written(objects: Objects):
 
 
 def test_an_absent_object_is_none(objects: Objects):
-    """For all ways to ask for it."""
     objects.put("v1/a", b"x")
     assert objects.head("v1/b") is None
     assert objects.get("v1/b") is None
@@ -51,7 +48,6 @@ def test_an_absent_object_is_none(objects: Objects):
 
 
 def test_a_listing_has_the_names_below_a_prefix(objects: Objects):
-    """In order, and no more than asked for."""
     for name in ("v1/s/ckpt/g/2-a", "v1/s/ckpt/g/1-b", "v1/s/ckpt/gg/1-c", "v1/s/run/g"):
         objects.put(name, b"")
     assert objects.list("v1/s/ckpt/g/", 10) == ["v1/s/ckpt/g/1-b", "v1/s/ckpt/g/2-a"]
@@ -60,7 +56,6 @@ def test_a_listing_has_the_names_below_a_prefix(objects: Objects):
 
 
 def test_a_deleted_object_is_absent(objects: Objects):
-    """Deleting it again is no error."""
     objects.put("v1/s/run/g", b"x")
     objects.delete("v1/s/run/g")
     objects.delete("v1/s/run/g")
@@ -91,7 +86,6 @@ def test_a_share_that_is_unmounted_is_not_made_anew(tmp_path, key):
 
 
 def test_a_name_is_made_of_parts(objects: Objects):
-    """None leads out of the folder, or is a temporary file of the storage's."""
     for name in (
         "",
         "/v1/a",
@@ -108,7 +102,6 @@ def test_a_name_is_made_of_parts(objects: Objects):
 
 
 def test_a_sealed_object_belongs_to_its_name(tmp_path):
-    """A copy under another name is damaged, and so is a shorter one, in both forms."""
     for name, key in (("plain", None), ("sealed", KEY)):
         folder = tmp_path / name
         folder.mkdir()
@@ -152,7 +145,6 @@ def test_an_object_that_is_larger_than_expected_is_not_read(tmp_path, key):
     ],
 )
 def test_a_marker_that_makes_no_sense_leaves_the_remote_unused(tmp_path, marker):
-    """A server starts without the remote, and says why."""
     (tmp_path / "v1").mkdir()
     (tmp_path / "v1/mlxcache.json").write_bytes(marker)
     opened = open_remote(f"file://{tmp_path}")
@@ -162,7 +154,6 @@ def test_a_marker_that_makes_no_sense_leaves_the_remote_unused(tmp_path, marker)
 
 
 def test_each_writing_of_a_name_has_a_nonce_of_its_own(tmp_path):
-    """The same content never gives the same bytes."""
     opened = open_remote(f"file://{tmp_path}", key=KEY)
     seen = set()
     for _ in range(50):
@@ -174,7 +165,6 @@ def test_each_writing_of_a_name_has_a_nonce_of_its_own(tmp_path):
 
 
 def test_a_closed_remote_is_unavailable(objects: Objects):
-    """Closing again is no error."""
     objects.close()
     objects.close()
     assert not objects.available

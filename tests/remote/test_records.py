@@ -12,7 +12,7 @@ from xxhash import xxh3_64_digest
 
 from mlxcache.prompt.canonical.canonicaliser import Canonicaliser
 from mlxcache.remote.objects import Objects, open_remote
-from mlxcache.remote.replies import TRIES, Damaged, decode, encode
+from mlxcache.remote.records import TRIES, Damaged, decode_replies, encode
 from mlxcache.store.reply_rows import ReplyRow
 from mlxcache.store.session_rows import Origin, Turn
 from mlxcache.store.sessions import Sessions
@@ -39,14 +39,14 @@ def reply(seed: int = 0, stopped: str | None = None) -> ReplyRow:
 
 
 def test_replies_come_back_as_they_were():
-    """All fields, as their keys show; the newest of many."""
     rows = [reply(n, "stop" if n % 2 else None) for n in range(20)]
-    assert [row.key for row in decode(encode(rows), 50_000)] == [row.key for row in rows[-16:]]
+    assert [row.key for row in decode_replies(encode(rows), 50_000)] == [
+        row.key for row in rows[-16:]
+    ]
 
 
 @pytest.mark.parametrize("damage", ["flipped", "short", "empty", "vocabulary", "no ids", "text"])
 def test_a_damaged_reply_is_refused(damage: str):
-    """Each byte counts, and so do ids that the model does not have, and text that is none."""
     row = replace(reply(), ids=NO_TOKENS) if damage == "no ids" else reply()
     data = encode([row])
     if damage == "text":
@@ -56,11 +56,10 @@ def test_a_damaged_reply_is_refused(damage: str):
         damage, data
     )
     with pytest.raises(Damaged):
-        decode(data, 10 if damage == "vocabulary" else 50_000)
+        decode_replies(data, 10 if damage == "vocabulary" else 50_000)
 
 
 def test_servers_learn_replies_of_one_owner_only(tmp_path: Path, remote: Objects):
-    """Several to one prompt, of several servers. What is not there is asked for a few times."""
     with server(tmp_path / "a", remote) as one, server(tmp_path / "b", remote) as other:
         for n, at in enumerate((one, other, one)):
             at.tier.share_reply("me", ASKED, reply(n))
@@ -71,19 +70,18 @@ def test_servers_learn_replies_of_one_owner_only(tmp_path: Path, remote: Objects
             found = third.tier.replies_to("me", [b"x" * 16, ASKED], 2500)
             assert [row.key for row in found] == [reply(n).key for n in range(3)]
             assert third.tier.replies_to("me", [ASKED], 2500) == []  # it has them
-            asked: list[int] = []
-            third.tier._replies._objects = Counting(remote, asked)  # type: ignore[assignment]
-            for _ in range(TRIES + 2):
-                third.tier.replies_to("me", [b"x" * 16], 2500)
-            assert sum(asked) == TRIES - 1
+    counting: Any = Counting(remote)
+    with server(tmp_path / "d", counting) as fourth:
+        for _ in range(TRIES + 2):
+            fourth.tier.replies_to("me", [b"x" * 16], 2500)
+        assert counting.asked == TRIES
 
 
 def test_an_object_of_replies_stays_small(
     tmp_path: Path, remote: Objects, monkeypatch: pytest.MonkeyPatch
 ):
-    """The newest reply replaces the others; one that is too long alone is not shared."""
     most = 2 * len(encode([reply()])) + 10
-    monkeypatch.setattr("mlxcache.remote.replies.MOST_BYTES", most)
+    monkeypatch.setattr("mlxcache.remote.records.MOST_REPLY_BYTES", most)
     with server(tmp_path / "a", remote) as one, server(tmp_path / "b", remote) as other:
         for n in range(3):
             one.tier.share_reply("me", ASKED, reply(n))
@@ -95,15 +93,14 @@ def test_an_object_of_replies_stays_small(
 
 
 class Counting:
-    """A remote that counts the objects asked for."""
+    def __init__(self, objects: Objects):
+        self.objects, self.asked = objects, 0
 
-    available = True
-
-    def __init__(self, objects: Objects, asked: list[int]):
-        self.objects, self.asked = objects, asked
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.objects, name)
 
     def get_many(self, names: list[str], within: float, *, most: int) -> Any:
-        self.asked.append(len(names))
+        self.asked += len(names)
         return self.objects.get_many(names, within, most=most)
 
 
@@ -140,7 +137,6 @@ def test_a_session_record_with_a_name_beyond_the_limit_is_not_used(
 
 
 def test_a_session_is_the_same_on_both_servers(tmp_path: Path, remote: Objects):
-    """Without a label: its id, its name and when it began; not that of another owner."""
     ids = tokens(300)
     with server(tmp_path / "a", remote) as one, server(tmp_path / "b", remote) as other:
         turn = Turn(NAMESPACE, "m", ids, 250, 100, 50, 1000.0, title="hello", owner="me")

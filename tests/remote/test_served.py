@@ -17,13 +17,11 @@ LONG = "A line of a file that an agent has read. " * 400
 
 
 def waits(server: Served) -> bool:
-    """Whether something is not on disk or not in the remote yet."""
     cache = httpx.get(f"{server.url}/v1/cache").json()
     return bool(cache["pending_bytes"] or cache["remote"]["exchange"]["waiting"])
 
 
 def shared(server: Served) -> None:
-    """Wait until all is in the remote."""
     end, still = time.monotonic() + 60, 0
     while still < 5:
         assert time.monotonic() < end
@@ -32,7 +30,6 @@ def shared(server: Served) -> None:
 
 
 def ask(server: Served, messages: list[dict[str, Any]]) -> tuple[int, int]:
-    """A turn: its new message's and the fed tokens; the reply is appended."""
     body = {"messages": messages, "max_tokens": 24, "temperature": 0}
     answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=120).json()
     messages.append(answer["choices"][0]["message"])
@@ -43,7 +40,6 @@ def ask(server: Served, messages: list[dict[str, Any]]) -> tuple[int, int]:
 
 @pytest.mark.slow
 def test_a_conversation_alternates_between_two_servers(toy_llama: Path, tmp_path: Path):
-    """Each turn feeds what is new; the figures show what came from the other server."""
     share = tmp_path / "share"
     share.mkdir()
     common = ("--model", str(toy_llama), "--ram", "300MB", "--remote", f"file://{share}")
@@ -66,7 +62,6 @@ def test_a_conversation_alternates_between_two_servers(toy_llama: Path, tmp_path
 
 @pytest.mark.slow
 def test_without_a_remote_nothing_of_it_is_loaded():
-    """Neither its modules nor its libraries."""
     code = (
         "import sys, mlxcache.api.app, mlxcache.cli.serve, mlxcache.engine.models\n"
         "wrong = ('mlxcache.remote', 'obstore', 'cryptography')\n"

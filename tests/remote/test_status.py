@@ -37,7 +37,6 @@ def metrics(figures) -> dict[str, dict[tuple[str, ...], float]]:
 
 
 def test_the_metrics_are_those_of_the_remote(share):
-    """All have a value, the bandwidth once it is measured."""
     objects = open_remote(f"file://{share}")
     objects.put("v1/space/run/a", bytes(1 << 20))
     objects.get("v1/space/run/a")
@@ -57,7 +56,6 @@ def test_the_metrics_are_those_of_the_remote(share):
 
 
 def test_the_doctor_writes_and_reads_an_object(share, tmp_path):
-    """And leaves nothing behind: the key of an empty remote is that of the first server."""
     key = tmp_path / "key"
     key.write_text("0a" * 32)
     key.chmod(0o600)
@@ -74,7 +72,6 @@ def test_the_doctor_writes_and_reads_an_object(share, tmp_path):
 
 
 def test_the_doctor_tells_why_a_remote_is_not_used(proxy, bucket):
-    """It is no failure: servers run without it."""
     proxy.set("read-only")
     found = examine_remote(Settings(remote=read_remote_url(bucket)))
     assert (found.status, "403" in found.value) == ("warn", True)
@@ -101,7 +98,6 @@ def remote(request, share):
 
 
 def test_a_remote_is_counted_and_pruned(remote):
-    """By kind and age; pruning keeps what is newer, and the marker."""
     found = json.loads(run("--remote", remote, "stats", "--json"))
     assert (found["objects"], found["kinds"]["run"]["objects"]) == (3, 2)
     text = run("--remote", remote, "stats")
@@ -136,7 +132,6 @@ def test_pruning_follows_no_link_out_of_a_share(share, tmp_path):
 
 
 def test_objects_of_another_key_are_counted_apart(remote, tmp_path):
-    """Their names cannot be read."""
     key = tmp_path / "key"
     key.write_text("0a" * 32)
     key.chmod(0o600)
@@ -145,7 +140,6 @@ def test_objects_of_another_key_are_counted_apart(remote, tmp_path):
 
 
 def test_wrong_options_are_told(remote, use_endpoint):
-    """With what to do."""
     assert "--older-than 30d" in run("--remote", remote, "prune", status=2)
     assert "--older-than" in run("--remote", remote, "prune", "--older-than", "x", status=2)
     assert "add --remote URL" in run("prune", "--older-than", "30d", status=2)
