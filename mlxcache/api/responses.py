@@ -23,7 +23,7 @@ from mlxcache.api.exchange import Exchange
 from mlxcache.api.sse import Events, make_comment, make_event
 from mlxcache.errors import BadRequest, Busy, ContextLengthExceeded, NotFound, StoreError
 from mlxcache.owner import OWNER
-from mlxcache.store.response_rows import StoredResponse
+from mlxcache.store.reply_rows import StoredResponse
 from mlxcache.types import Chat, Finished, Job, Progress
 from mlxcache.wire import responses_request as wire
 from mlxcache.wire.openai_request import read_stop_strings, to_sampling

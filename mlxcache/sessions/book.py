@@ -25,8 +25,7 @@ from mlxcache.sessions.tree_view import TreePart
 from mlxcache.store.found import Problem
 from mlxcache.store.leaves import Leaf, LeafRow
 from mlxcache.store.listing import Held, Listed
-from mlxcache.store.reply_rows import ReplyRow
-from mlxcache.store.response_rows import StoredResponse
+from mlxcache.store.reply_rows import ReplyRow, StoredResponse
 from mlxcache.store.sessions import LeafChanged, Session, Sessions
 from mlxcache.store.snapshot_format import SessionInfo
 from mlxcache.store.snapshots import SnapshotExport, read_origin

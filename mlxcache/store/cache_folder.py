@@ -26,11 +26,7 @@ log = logging.getLogger(__name__)
 
 
 def network_type(cache_dir: Path) -> str | None:
-    """Return the type (such as "nfs") of the folder's network file system; None for a local one.
-
-    The folder need not exist. Mount points are read from the system's table, without a request to a
-    file server.
-    """
+    """Return the type (such as "nfs") of the folder's network file system; None for a local one."""
     path = cache_dir.expanduser().resolve()
     found, longest = "", -1
     for mount in psutil.disk_partitions(all=True):

@@ -66,7 +66,7 @@ class StoreContext:
             return self._figures[figure]
 
     def now(self) -> float:
-        """Return the time for a new use, in seconds since 1970: always later than any before."""
+        """Return the time for a new use: always later than any before."""
         with self._lock:
             self._latest = max(time.time(), self._latest + USE_STEP_S)
             return self._latest
@@ -76,7 +76,6 @@ class StoreContext:
             self._latest = max(self._latest, latest)
 
     def note_use(self, rows: Iterable[Row], *, unless_within: float = 0.0) -> None:
-        """Remember that files are used now, except those used within `unless_within` seconds."""
         if self.database.obstacle is not None:
             return
         now = self.now()
@@ -89,7 +88,6 @@ class StoreContext:
                 self._reused += ids
 
     def write_uses(self, connection: sqlite3.Connection) -> None:
-        """Write what `note_use` and `note_reuse` collected, in the open transaction."""
         with self._lock:
             uses, self._uses = self._uses, {}
             reused, self._reused = self._reused, []

@@ -44,7 +44,6 @@ class ReadOnly(sqlite3.Connection):
 
 
 _LOG_IN_MEMORY = ("locking_mode=EXCLUSIVE",)
-"""Pragmas with which SQLite keeps the index of the write-ahead log in memory, not in a file."""
 
 
 def primary_code(error: BaseException | None) -> int:
@@ -62,11 +61,7 @@ def connect(path: Path) -> sqlite3.Connection:
 
 
 def connect_read_only(path: Path, wait_s: float = BUSY_S) -> sqlite3.Connection:
-    """Connect to a database file that cannot be written, and read its write-ahead log too.
-
-    Writes nothing. Waits up to `wait_s` seconds for other processes, now and in each statement.
-    Raises sqlite3.Error and OSError.
-    """
+    """Connect to a database file that cannot be written, and read its write-ahead log too."""
     if path.with_name(f"{path.name}-shm").exists():
         with suppress(sqlite3.OperationalError):
             return _connected(path, "mode=ro", (), ReadOnly, wait_s)
@@ -165,10 +160,7 @@ class Database:
 
     @classmethod
     def open_copy(cls, folder: Path, obstacle: str) -> Database:
-        """Read the database in `folder`, which cannot be written, into memory. Writes nothing.
-
-        `write` raises Unwritable with the text `obstacle` until `renew`. Raises StoreError.
-        """
+        """Read the database in `folder` into memory; `write` raises Unwritable until `renew`."""
         database = cls(folder / NAME)
         with store_errors(database.path):
             database._inode = database.path.stat().st_ino
@@ -190,10 +182,7 @@ class Database:
         return made
 
     def create(self, script: str) -> None:
-        """Run a script of CREATE ... IF NOT EXISTS statements in one transaction.
-
-        It runs again whenever the file is created again. Raises StoreError.
-        """
+        """Run a script of CREATE ... IF NOT EXISTS, now and whenever the file is created again."""
         if script not in self._scripts:
             self._scripts.append(script)
         with self.steady() as connection:
@@ -221,10 +210,7 @@ class Database:
             return False
 
     def renew(self) -> None:
-        """Switch to the file that is now at the database's path, with its tables.
-
-        Raises StoreError.
-        """
+        """Switch to the file that is now at the database's path, with its tables."""
         self.drop_pool()
         with store_errors(self.path):
             self._make()

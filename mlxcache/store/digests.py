@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 from hashlib import blake2b
 
-import numpy as np
-
+from mlxcache.common_prefix import common_length
 from mlxcache.types import NO_TOKENS, Tokens
 
 BLOCK = 64
@@ -15,12 +14,10 @@ DIGEST_BYTES = 16
 
 
 def root_digest(namespace: str) -> bytes:
-    """Return the digest of the empty prefix of a namespace."""
     return _digest(namespace.encode())
 
 
 def block_digests(digest: bytes, ids: Tokens) -> list[bytes]:
-    """Return the digests after each whole block of `ids`, which follow the prefix `digest`."""
     raw = ids.tobytes()
     found = []
     for at in range(0, len(ids) // BLOCK * BLOCK * 4, BLOCK * 4):
@@ -30,7 +27,6 @@ def block_digests(digest: bytes, ids: Tokens) -> list[bytes]:
 
 
 def partial_digest(digest: bytes, ids: Tokens) -> bytes:
-    """Return the digest of a prefix followed by fewer than 64 tokens `ids`, itself without any."""
     if not len(ids):
         return digest
     return _digest(digest + ids.tobytes() + bytes((len(ids),)))
@@ -67,9 +63,7 @@ class Chains:
         """
         with self._lock:
             last = self._last
-        blocks = min(len(ids), len(last.ids)) // BLOCK
-        differ = np.flatnonzero(ids[: blocks * BLOCK] != last.ids[: blocks * BLOCK])
-        shared = int(differ[0]) // BLOCK if len(differ) else blocks
+        shared = common_length(ids, last.ids) // BLOCK
         whole = last.whole[: shared + 1]
         whole += block_digests(whole[-1], ids[shared * BLOCK :])
         chain = Chain(last.namespace, ids, whole)

@@ -12,7 +12,7 @@ from mlxcache.config import format_size
 from mlxcache.errors import DiskFull
 from mlxcache.store import index
 from mlxcache.store.folder import CHECKPOINT, Folder, blocks, remove
-from mlxcache.store.index import MOST_REUSES, Match, Row, read_total, read_totals, update_ranks
+from mlxcache.store.index import MOST_REUSES, Match, Row, read_totals, update_ranks
 from mlxcache.store.session_rows import shared_lengths
 from mlxcache.tree.thinning import BUDGET_SHARE, NEWEST, allowed, checkpoints_to_drop
 from mlxcache.types import Tokens
@@ -54,7 +54,7 @@ class Space:
         self.floor = floor
 
     def used(self, connection: sqlite3.Connection) -> int:
-        return read_total(connection).disk + self.folder.overhead()
+        return read_totals(connection).disk + self.folder.overhead()
 
     def estimate(self, nbytes: int, tokens: int) -> int:
         """Return an upper bound of the disk space for a file of `nbytes` bytes and its index row.
@@ -100,7 +100,7 @@ class Space:
     def obstacle(self, connection: sqlite3.Connection, used: int) -> str | None:
         """Return why no file could be written even if all others were evicted."""
         need = self._missing(used, ROW_BYTES, ROW_BYTES)
-        need -= read_total(connection).durable_disk + sum(
+        need -= read_totals(connection).durable_disk + sum(
             size for _, size in self.folder.quarantined()
         )
         return self._message(ROW_BYTES) if need > 0 else None
@@ -347,10 +347,7 @@ def _followers(connection: sqlite3.Connection, id: int) -> list[int]:
 
 
 def _is_newest(connection: sqlite3.Connection, id: int, away: Collection[int]) -> bool:
-    """Return whether a checkpoint is one of the last `NEWEST` of any path that contains it.
-
-    Checkpoints with an id in `away` are about to be removed and do not count.
-    """
+    """Return whether it is one of the last `NEWEST` of any path, without those `away`."""
     level = [id]
     for _ in range(NEWEST):
         after: list[int] = []

@@ -38,8 +38,6 @@ LEAST_BYTES = 96 << 10
 
 
 class Folder:
-    """Paths inside one store folder, which only the user can read; see docs/disk-format.md."""
-
     def __init__(self, path: Path):
         self.path = path
         self.kinds = {kind: path / f"{kind}s" for kind in KINDS}
@@ -99,10 +97,7 @@ class Folder:
         self.trim_quarantine(None if limit is None else limit // QUARANTINE_PART)
 
     def trim_quarantine(self, limit: int | None, *, keep: int = 1) -> None:
-        """Remove the oldest quarantined files beyond `limit` bytes or `MOST_QUARANTINED` files.
-
-        The newest `keep` files always stay.
-        """
+        """Remove the oldest files beyond `limit` bytes; the newest `keep` always stay."""
         found = self.quarantined()
         total = sum(size for _, size in found)
         while len(found) > keep and (
@@ -140,7 +135,6 @@ class Folder:
 
 
 def blocks(path: Path | os.DirEntry[str]) -> int:
-    """Return the bytes that one file or folder takes on disk; 0 if it is missing."""
     try:
         return os.lstat(path).st_blocks * 512
     except FileNotFoundError:
@@ -236,7 +230,6 @@ class Reserve:
                     self._make()
 
     def _give_up(self) -> bool:
-        """Remove the reserve and return True if the disk is full; else, or on errors, False."""
         with suppress(OSError):  # the block says what is wrong with the disk
             if self._folder.free() < RESERVE_BYTES:
                 if not self._limited:
@@ -250,7 +243,6 @@ class Reserve:
         return path.stat().st_size if path.exists() else 0
 
     def _make(self) -> None:
-        """Extend the reserve to its full size, or as far as there is space. Ignores errors."""
         with suppress(OSError):
             lacking = self._size - self._held()
             if lacking < 0 and self._limited:  # of a higher limit

@@ -76,7 +76,5 @@ class StoreStats:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A problem found in the store folder: a path, and a predicate such as "is damaged"."""
-
     path: Path
     what: str

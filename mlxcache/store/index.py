@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
@@ -253,7 +253,6 @@ class Match:
 
 
 def shapes() -> set[tuple[str, str, str | None]]:
-    """Return the tables, indexes and triggers of an undamaged index, as rows of `SHAPES`."""
     connection = sqlite3.connect(":memory:")
     connection.executescript(SCHEMA)
     found = set(connection.execute(SHAPES))
@@ -290,7 +289,7 @@ def lookup(connection: sqlite3.Connection, chain: Chain) -> Match:
 def version(connection: sqlite3.Connection) -> tuple[int, int, int]:
     """Return figures that change when a file is added, removed or made durable."""
     (newest,) = connection.execute("SELECT ifnull(max(id), 0) FROM file").fetchone()
-    total = read_total(connection)
+    total = read_totals(connection)
     return total.files, newest, total.durable
 
 
@@ -311,10 +310,7 @@ def sizes(connection: sqlite3.Connection, ids: Iterable[int]) -> dict[int, int]:
 
 
 def has_checkpoints(connection: sqlite3.Connection, root: bytes) -> bool:
-    """Return whether a checkpoint lies within one of the 50 runs written last at token 0.
-
-    `root`: digest of the empty prefix of the namespace.
-    """
+    """Return whether a checkpoint lies within one of the 50 runs written last at token 0."""
     newest = "SELECT id FROM file WHERE base = ? AND kind = 'run' ORDER BY id DESC LIMIT 50"
     query = f"SELECT 1 FROM file WHERE kind = 'checkpoint' AND parent IN ({newest}) LIMIT 1"
     return connection.execute(query, (root,)).fetchone() is not None
@@ -465,17 +461,10 @@ class Totals:
     tokens: int = 0
 
 
-_SUMS = "files, durable, disk, durable_disk, pinned_disk, tokens"
-
-
-def read_totals(connection: sqlite3.Connection, kind: str) -> Totals:
-    query = f"SELECT {_SUMS} FROM totals WHERE kind = ?"
-    return Totals(*(connection.execute(query, (kind,)).fetchone() or ()))
-
-
-def read_total(connection: sqlite3.Connection) -> Totals:
-    sums = ", ".join(f"ifnull(sum({name}), 0)" for name in _SUMS.split(", "))
-    return Totals(*connection.execute(f"SELECT {sums} FROM totals").fetchone())
+def read_totals(connection: sqlite3.Connection, kind: str | None = None) -> Totals:
+    sums = ", ".join(f"ifnull(sum({one.name}), 0)" for one in fields(Totals))
+    query = f"SELECT {sums} FROM totals WHERE ?1 IS NULL OR kind = ?1"
+    return Totals(*connection.execute(query, (kind,)).fetchone())
 
 
 _RUN = """

@@ -35,10 +35,7 @@ READ_BYTES = 1 << 20
 _CACHED_BYTES = 512 << 10
 
 _PAUSE_BYTES, _PAUSE_S = 1 << 20, 50e-6
-"""Bytes hashed between two pauses, and seconds of a pause.
-
-During a pause other threads can take the interpreter's lock.
-"""
+"""Bytes hashed between two pauses, in which other threads take the lock, and seconds of one."""
 
 _EXPONENTS = {
     "F16": ("<u2", 0x7C00),
@@ -79,11 +76,7 @@ class RunHeader:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointHeader:
-    """Metadata of a checkpoint file.
-
-    `previous`: digest of the checkpoint that came before it on its path when it was written, or
-    empty.
-    """
+    """Metadata of a checkpoint file; `previous`: the checkpoint before it then, or empty."""
 
     namespace: str
     digest: bytes
@@ -135,7 +128,6 @@ def read_run(fd: int) -> RunHeader:
 
 
 def run_of(header: Header) -> RunHeader:
-    """Return the metadata in the header of a run file, checked. Raises Malformed."""
     try:
         _expect(header, RUN)
         words = header.metadata
@@ -172,7 +164,6 @@ def read_checkpoint(fd: int) -> CheckpointHeader:
 
 
 def checkpoint_of(header: Header) -> CheckpointHeader:
-    """Return the metadata in the header of a checkpoint file, checked. Raises Malformed."""
     try:
         _expect(header, CHECKPOINT)
         words = header.metadata
@@ -230,7 +221,6 @@ def checksum_of(buffers: Sequence[memoryview]) -> bytes:
 def file_block_checksums(
     fd: int, places: Iterable[Place], tokens: int, blocks: range
 ) -> list[bytes]:
-    """Compute the checksums of the blocks with indices `blocks` over some tensors of a run file."""
     states = [xxh3_64() for _ in blocks]
     first, last = blocks.start * BLOCK, min(blocks.stop * BLOCK, tokens)
     ranges, sizes = [], []
@@ -253,10 +243,7 @@ def file_checksum(fd: int, places: Sequence[Place]) -> bytes:
 
 
 def update_blocks(states: list[xxh3_64], size: int, at: int, view: memoryview) -> None:
-    """Update the hash states of consecutive blocks with the bytes of `view`.
-
-    `size`: bytes of a block. `at`: offset in bytes of `view` from the start of the first block.
-    """
+    """Update consecutive blocks' hashes with bytes at offset `at` from the first one's start."""
     done = 0
     while done < len(view):
         index = (at + done) // size
@@ -289,10 +276,7 @@ def _parts(fd: int, ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, in
 
 
 def read_range(fd: int, at: int, into: memoryview) -> None:
-    """Read the bytes from offset `at` of an open file into the whole of `into`.
-
-    Raises Malformed.
-    """
+    """Fill `into` from offset `at` of an open file. Raises Malformed."""
     file = io.FileIO(fd, closefd=False)
     file.seek(at)
     done = 0
@@ -324,7 +308,6 @@ def check_run(
 
 
 def check_checkpoint(fd: int, namespace: str, digest: bytes, position: int) -> None:
-    """Raise Malformed unless an open checkpoint file holds the state after `position` tokens."""
     disk_calls.read_ahead(fd)
     content = read_checkpoint(fd)
     if content.namespace != namespace or content.digest != digest:
@@ -370,7 +353,6 @@ def read_ahead(path: Path, nbytes: int = 0) -> None:
 
 @contextmanager
 def open_file(path: Path, *, links: bool = False) -> Iterator[int]:
-    """Open `path` for reading in a `with` statement; `links`: follow a symbolic link."""
     fd = os.open(path, os.O_RDONLY | (0 if links else os.O_NOFOLLOW))
     try:
         yield fd
@@ -379,7 +361,6 @@ def open_file(path: Path, *, links: bool = False) -> Iterator[int]:
 
 
 def is_run_finite(path: Path, row: int) -> bool:
-    """Return whether a run file can be read, and its tensors are finite from row `row` on."""
     try:
         with open_file(path) as fd:
             return all(is_place_finite(fd, one, row) for one in read_header(fd).places)

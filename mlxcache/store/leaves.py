@@ -16,18 +16,12 @@ SETTLED_TURNS = 8
 """Turns from which a later conversation with the same head can become the main one."""
 
 TINY_SHARE = 4
-"""Factor by which a first request must be shorter than a later one to be a side request.
-
-Examples are a request for a title, and a probe.
-"""
+"""Factor by which a side request (for a title, a probe) is shorter than a later one."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeafRow:
-    """A leaf without its token ids, of which it has `tokens`; for the other fields see `Leaf`.
-
-    The token ids of one row never change: a turn that changes them also changes `turns`.
-    """
+    """A leaf without its token ids, which never change unless `turns` does."""
 
     id: int
     session: str

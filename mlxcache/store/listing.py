@@ -26,8 +26,6 @@ NO_FIGURES = SessionFigures()
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The part of a session that one tier holds: tokens of each leaf, and bytes in all."""
-
     tokens: tuple[int, ...]
     nbytes: int
 
@@ -201,11 +199,7 @@ class LeafFiles:
         *,
         needed: bool,
     ) -> list[Held]:
-        """Return, for each group of leaves, the durable tokens of each and the bytes of all files.
-
-        `connection`: in a transaction that has read nothing yet. `needed`: the model needs
-        checkpoints.
-        """
+        """Return the durable tokens of each leaf, and the bytes of all files of each group."""
         with self._lock:
             self._note_added(connection)
             known = [one for group in groups for leaf in group if (one := self._known.get(leaf))]
@@ -232,7 +226,6 @@ class LeafFiles:
         self._added += [row for row in rows if row.owner is None]
 
     def _find(self, leaf: LeafRow, sizes: dict[int, int], ids: ReadIds, look_up: LookUp) -> _Known:
-        """Return what is known of a leaf; if that may be wrong now, look it up."""
         known = self._known.get(leaf)
         if (
             known is None

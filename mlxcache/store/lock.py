@@ -142,10 +142,7 @@ def is_running(pid: int) -> bool:
 
 @contextmanager
 def _locked(cache_dir: Path, kind: int) -> Iterator[bool]:
-    """Try to hold `serving.lock` inside the block; yield whether it could be taken.
-
-    Does not block.
-    """
+    """Try to hold `serving.lock` inside the block; yield whether it could be taken."""
     with store_errors(cache_dir):
         make_folder(cache_dir)
         fd = os.open(cache_dir / NAME, os.O_RDWR | os.O_CREAT, 0o600)
@@ -173,10 +170,7 @@ class ProcessLock:
     """
 
     def __init__(self, folder: Path, suffix: str = ""):
-        """Create the lock file `name` + `suffix` in `folder` and lock it. Raises OSError.
-
-        Call inside `opening_lock`, so that no other process sees the file before it is locked.
-        """
+        """Create and lock a file. Call inside `opening_lock`: none sees it before it is locked."""
         self.name = f"{os.getpid()}-{secrets.token_hex(4)}"
         self.path = folder / (self.name + suffix)
         self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
@@ -191,18 +185,12 @@ class ProcessLock:
 
 
 class NoLock(ProcessLock):
-    """Stand-in for the lock of a store that cannot be written, and so writes no file."""
-
     def __init__(self) -> None:
         self.name, self.path, self._fd = "", Path(), -1
 
 
 def is_alive(folder: Path, name: str) -> bool:
-    """Return whether the lock file `name` of a `ProcessLock` in `folder` is still held.
-
-    Blocks for up to 0.2 s if the process seems to have ended, because its lock may be released a
-    moment later. Raises OSError.
-    """
+    """Return whether a lock is held. Blocks for 0.2 s if its process seems to have ended."""
     try:
         fd = os.open(folder / name, os.O_RDONLY)  # the disk may be read-only
     except FileNotFoundError:

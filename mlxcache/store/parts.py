@@ -12,10 +12,7 @@ _PART = re.compile(rf"(.+)\.({'|'.join(get_args(Mode))})\.(\d{{1,4}})of(\d{{1,4}
 
 
 class PartName(NamedTuple):
-    """Namespace of the part of a model's KV that one rank has.
-
-    `whole`: namespace of the whole model, as one process has it.
-    """
+    """Namespace of the part of a model's KV that one rank has; `whole`: the model's."""
 
     whole: str
     mode: Mode
@@ -28,7 +25,6 @@ class PartName(NamedTuple):
 
 
 def read_part_name(namespace: str) -> PartName | None:
-    """Return the fields of the namespace of a part of a model; None for that of a whole model."""
     match = _PART.fullmatch(namespace)
     if match is None:
         return None
@@ -37,7 +33,6 @@ def read_part_name(namespace: str) -> PartName | None:
 
 
 def other_parts(namespace: str) -> list[str]:
-    """Return the namespaces of the other ranks' parts of the same division of the same model."""
     part = read_part_name(namespace)
     if part is None:
         return []

@@ -31,7 +31,7 @@ from mlxcache.store.folder import (
     Reserve,
     remove,
 )
-from mlxcache.store.index import Row, read_total
+from mlxcache.store.index import Row, read_totals
 from mlxcache.store.kv_files import open_file, read_checkpoint, read_run
 from mlxcache.store.lock import NoLock, ProcessLock, is_alive, opening_lock
 from mlxcache.types import NO_TOKENS, Tokens
@@ -122,10 +122,7 @@ def _open_read_only(space: Space, why: str) -> StoreContext:
 
 
 def open_database(folder: Folder, limit: int | None) -> Database:
-    """Open the index of `folder` and check it.
-
-    A damaged index is moved to quarantine, and an empty one is created. Raises StoreError.
-    """
+    """Open the index and check it. A damaged one is moved to quarantine and made anew."""
     if not folder.index.exists():
         _remove_logs(folder)
     try:
@@ -149,10 +146,7 @@ def open_database(folder: Folder, limit: int | None) -> Database:
 
 
 def open_copy(folder: Folder, why: str) -> Database:
-    """Read the index of `folder`, which cannot be written because of `why`, into memory.
-
-    Raises StoreError, also if the index is missing, damaged or of a later version.
-    """
+    """Read the index, which cannot be written because of `why`, into memory."""
     with store_errors(folder.index):
         database = Database.open_copy(folder.path, why)
         try:
@@ -168,10 +162,7 @@ def open_copy(folder: Folder, why: str) -> Database:
 
 
 def find_obstacle(folder: Folder) -> str | None:
-    """Return why the folder cannot be written, as a sentence; None if it can, or is missing.
-
-    Raises OSError if the file system cannot be asked.
-    """
+    """Return why the folder cannot be written, as a sentence; None if it can, or is missing."""
     if not folder.path.exists() or os.access(folder.path, os.W_OK):
         return None
     read_only = os.statvfs(folder.path).f_flag & os.ST_RDONLY
@@ -290,36 +281,28 @@ def _compare(
     """
     lost: list[tuple[int, bool]] = []
     strays: list[tuple[str, Path]] = []
-    sizes = read_total(connection).files <= MANY_FILES
+    sizes = read_totals(connection).files <= MANY_FILES
     for kind in KINDS:
-        query = "SELECT lower(hex(digest)) || ?, id FROM file WHERE kind = ?"
-        known: dict[str, int] = dict(connection.execute(query, (SUFFIX, kind)))
+        query = "SELECT lower(hex(digest)) || ?, id, nbytes, owner IS NULL FROM file WHERE kind = ?"
+        known = {name: row for name, *row in connection.execute(query, (SUFFIX, kind))}
         for group, entries in context.folder.groups(kind):
             for entry in entries:
                 name = entry.name
                 if name in known and name.startswith(group):
-                    id = known.pop(name)
-                    if sizes and not _has_size(connection, id, entry):
+                    id, nbytes, durable = known.pop(name)
+                    if sizes and durable and entry.stat(follow_symlinks=False).st_size != nbytes:
                         lost.append((id, True))
                 elif not name.endswith(TEMP_SUFFIX):
                     strays.append((kind, Path(entry.path)))
                 elif not is_being_written(context.folder, Path(entry.path)):
                     remove(Path(entry.path))
-        for id in known.values():
-            if index.one(connection, "id = ? AND owner IS NULL", id) is not None:
-                lost.append((id, False))
+        lost += [(id, False) for id, _, durable in known.values() if durable]
     return lost, strays
 
 
 def is_being_written(folder: Folder, path: Path) -> bool:
     owner = path.name[1:].rpartition("-")[0]
     return path.name.endswith(TEMP_SUFFIX) and is_alive(folder.locks, owner)
-
-
-def _has_size(connection: sqlite3.Connection, id: int, entry: os.DirEntry[str]) -> bool:
-    query = "SELECT nbytes, owner FROM file WHERE id = ?"
-    nbytes, owner = connection.execute(query, (id,)).fetchone()
-    return owner is not None or entry.stat(follow_symlinks=False).st_size == nbytes
 
 
 def _adopt_all(
@@ -342,7 +325,7 @@ def _adopt_all(
         _adopt(connection, holders, stray)
     # the folder may be full, and the new rows take space
     if context.space.limit is not None:
-        growth = TOKEN_BYTES * read_total(connection).tokens + _ROW_BYTES * len(strays)
+        growth = TOKEN_BYTES * read_totals(connection).tokens + _ROW_BYTES * len(strays)
         context.space.shrink(connection, max(0, context.space.limit - growth))
 
 

@@ -1,17 +1,20 @@
-"""Rows of the table of replies: SQL on a connection, in the caller's transaction.
+"""Rows of replies and of stored responses: SQL on a connection, in the caller's transaction.
 
 A reply belongs to the session in which it was generated. A leaf lists the keys of the replies that
 it contains. These may be replies of another session of the same owner, after a fork or if a
-conversation continues under another label. The columns are described in docs/disk-format.md.
+conversation continues under another label. A response of OpenAI's Responses API is removed with the
+session that its request was a turn of. The columns are described in docs/disk-format.md.
 """
 
 from __future__ import annotations
 
 import hashlib
 import sqlite3
+import zlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from mlxcache.errors import NotFound
 from mlxcache.types import Tokens, ids_of_bytes
 
 MOST_REPLIES = 8192
@@ -20,7 +23,7 @@ KEY_BYTES = 16
 
 MOST_KEYS = 2048
 
-SCHEMA = """
+REPLIES = """
 CREATE TABLE IF NOT EXISTS replies (
     id INTEGER PRIMARY KEY AUTOINCREMENT,
     session TEXT NOT NULL REFERENCES sessions (id) ON DELETE CASCADE,
@@ -65,7 +68,6 @@ class ReplyRow:
 
 
 def pack_keys(keys: Iterable[bytes]) -> bytes:
-    """Join the keys of a leaf's newest replies, oldest first, into one value for its row."""
     return b"".join(list(dict.fromkeys(keys))[-MOST_KEYS:])
 
 
@@ -115,10 +117,7 @@ def _row(fields: Sequence[object]) -> ReplyRow:
 def find_replies(
     db: sqlite3.Connection, namespace: str, owner: str | None, keys: Collection[bytes]
 ) -> dict[bytes, ReplyRow]:
-    """Return the replies of an owner with one of `keys`, by key, oldest first.
-
-    Of replies with the same key the newest is returned.
-    """
+    """Return an owner's replies with one of `keys`, by key, the newest of each, oldest first."""
     query = (
         "SELECT replies.id, key FROM replies JOIN sessions ON sessions.id = session"
         " WHERE replies.namespace = ? AND owner IS ? ORDER BY replies.id"
@@ -177,3 +176,104 @@ def hand_over(db: sqlite3.Connection, leaving: Collection[str]) -> None:
             if (owner, namespace, key) in holders
         ]
         db.executemany("UPDATE replies SET session = ? WHERE id = ?", moved)
+
+
+MOST_RESPONSES, MOST_RESPONSE_BYTES = 4096, 64 << 20
+"""Responses kept, and bytes of their packed texts; of more, the oldest are removed."""
+
+MAX_CHAIN = 1024
+
+MAX_CHAIN_BYTES = 256 << 20
+"""Most bytes of the texts of one conversation, which are in memory at once."""
+
+RESPONSES = """
+CREATE TABLE IF NOT EXISTS responses (
+    id TEXT PRIMARY KEY, owner TEXT, session TEXT, previous TEXT, created_at REAL NOT NULL,
+    size INTEGER NOT NULL, body BLOB, items BLOB);
+CREATE INDEX IF NOT EXISTS responses_session ON responses (session);
+CREATE INDEX IF NOT EXISTS responses_age ON responses (created_at, id, size);
+CREATE TRIGGER IF NOT EXISTS responses_of_session AFTER DELETE ON sessions
+    BEGIN DELETE FROM responses WHERE session = OLD.id; END;
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """A response as the API returned it, and the input items of its request.
+
+    `body`, `items`: JSON, an object and an array. `previous`: the id of the response that it
+    continues. `owner`: see `mlxcache.owner`; only requests with that key can read it.
+    """
+
+    id: str
+    owner: str | None
+    previous: str | None
+    created_at: float
+    body: bytes
+    items: bytes
+
+
+def insert_response(db: sqlite3.Connection, response: StoredResponse) -> None:
+    body, items = zlib.compress(response.body, 6), zlib.compress(response.items, 6)
+    db.execute(
+        "INSERT INTO responses (id, owner, previous, created_at, size, body, items)"
+        " VALUES (?1,?2,?3,?4,?5,?6,?7) ON CONFLICT (id) DO UPDATE SET owner = ?2, previous = ?3,"
+        " created_at = ?4, size = ?5, body = ?6, items = ?7",
+        (
+            *(response.id, response.owner, response.previous, response.created_at),
+            *(len(body) + len(items), body, items),
+        ),
+    )
+    db.execute(
+        "DELETE FROM responses WHERE id IN (SELECT id FROM (SELECT id,"
+        " row_number() OVER newest AS place, sum(size) OVER newest AS total FROM responses"
+        " WINDOW newest AS (ORDER BY created_at DESC, id DESC)"
+        ") WHERE (place > ? OR total > ?) AND place > 1)",
+        (MOST_RESPONSES, MOST_RESPONSE_BYTES),
+    )
+
+
+def link_response(db: sqlite3.Connection, id: str, session: str, at: float) -> None:
+    """Record the session of a response, which may be inserted before or later."""
+    db.execute(
+        "INSERT INTO responses (id, session, created_at, size) VALUES (?1,?2,?3,0)"
+        " ON CONFLICT (id) DO UPDATE SET session = ?2",
+        (id, session, at),
+    )
+
+
+def read_response(db: sqlite3.Connection, id: str, owner: str | None) -> StoredResponse:
+    row = db.execute(
+        "SELECT id, owner, previous, created_at, body, items FROM responses"
+        " WHERE id = ? AND owner IS ? AND body IS NOT NULL",
+        (id, owner),
+    ).fetchone()
+    if row is None:
+        raise NotFound(f"Response with id '{id[:80]}' not found.")
+    found, whose, previous, created_at, body, items = row
+    unpack = zlib.decompress
+    return StoredResponse(found, whose, previous, created_at, unpack(body), unpack(items))
+
+
+def read_chain(db: sqlite3.Connection, id: str, owner: str | None) -> list[StoredResponse]:
+    """Return the stored response `id` and those that it continues, oldest first."""
+    found: list[StoredResponse] = []
+    size = 0
+    at: str | None = id
+    while at is not None:
+        if len(found) == MAX_CHAIN:
+            raise NotFound(f"Response '{id[:80]}' continues more than {MAX_CHAIN} responses.")
+        found.append(read_response(db, at, owner))
+        size += len(found[-1].body) + len(found[-1].items)
+        if size > MAX_CHAIN_BYTES:
+            raise NotFound(
+                f"Response '{id[:80]}' and those that it continues have more than "
+                f"{MAX_CHAIN_BYTES:,} bytes."
+            )
+        at = found[-1].previous
+    return found[::-1]
+
+
+def delete_response(db: sqlite3.Connection, id: str, owner: str | None) -> None:
+    read_response(db, id, owner)
+    db.execute("DELETE FROM responses WHERE id = ?", (id,))

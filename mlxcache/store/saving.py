@@ -1,7 +1,4 @@
-"""Saving of runs and checkpoints: first a row that reserves space, then the file.
-
-When the file is durable, its row is marked as durable too.
-"""
+"""Saving of runs and checkpoints: a row that reserves space, the file, then the row is durable."""
 
 from __future__ import annotations
 
@@ -223,7 +220,6 @@ def _reserve(
 
 
 def _put(context: StoreContext, chain: Chain, match: Match, new: _NewFile, id: int) -> None:
-    """Write the file `new` and mark its row as durable; on an error remove both and raise it."""
     row = new.row
     final = context.folder.file(row.kind, row.digest)
     temp = context.folder.temp(row.kind, row.digest, context.lock.name, id)

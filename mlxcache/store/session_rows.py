@@ -1,8 +1,4 @@
-"""Rows of the tables of sessions: SQL on a connection, in the caller's transaction.
-
-The tables contain sessions, their leaves with token ids, and their figures. The columns are
-described in docs/disk-format.md.
-"""
+"""Rows of the tables of sessions: SQL on a connection, in the caller's transaction."""
 
 from __future__ import annotations
 
@@ -162,7 +158,6 @@ def read_leaves(db: sqlite3.Connection, where: str, values: tuple[Any, ...]) -> 
 
 
 def read_leaf_rows(db: sqlite3.Connection, session: str) -> tuple[LeafRow, ...]:
-    """Return the leaves of a session in the order of `read_leaves`."""
     found = db.execute(
         "SELECT id, session, kind, ifnull((SELECT start + length(ids) / 4 FROM leaf_tokens"
         " WHERE leaf = leaves.id ORDER BY start DESC LIMIT 1), 0), prompt_tokens, turns,"
@@ -191,10 +186,7 @@ def insert_session(db: sqlite3.Connection, session: Session) -> None:
 
 
 def new_session(id: str, turn: Turn, origin: Origin | None = None) -> Session:
-    """Return the session that begins with `turn`, before its first turn is counted.
-
-    From an `origin` with the same id it gets the name, and the time of creation if that is earlier.
-    """
+    """Return the session that begins with `turn`, before its first turn is counted."""
     name, began = None, turn.at
     if origin is not None and origin.id == id:
         name, began = origin.name, min(origin.created_at, began)
@@ -203,10 +195,7 @@ def new_session(id: str, turn: Turn, origin: Origin | None = None) -> Session:
 
 
 def find_labelled(db: sqlite3.Connection, turn: Turn) -> str | None:
-    """Return the id of the session with a turn's label, namespace and owner, or None.
-
-    A session whose id is the turn's label is found too, and preferred.
-    """
+    """Return the session with a turn's label; one whose id is the label is preferred."""
     if turn.label is None:
         return None
     row = db.execute(
@@ -408,7 +397,6 @@ class SessionFigures:
     guess_saved_s: float = 0.0
 
     def as_object(self) -> dict[str, Any]:
-        """Return the figures as the JSON object `figures` of a session in the API."""
         average = self.first_token_s / self.first_tokens if self.first_tokens else None
         known = bool(self.saved_tokens) or not self.cached_tokens
         found = asdict(self)

@@ -16,13 +16,12 @@ from dataclasses import replace
 
 from mlxcache.errors import BadRequest, NotFound, StoreError
 from mlxcache.names import clean_name
-from mlxcache.store import reply_rows, response_rows
+from mlxcache.store import reply_rows
 from mlxcache.store import session_rows as rows
 from mlxcache.store.database import Database
 from mlxcache.store.leaves import Leaf, LeafRow
 from mlxcache.store.listing import Held, Listed
-from mlxcache.store.reply_rows import ReplyRow
-from mlxcache.store.response_rows import StoredResponse
+from mlxcache.store.reply_rows import ReplyRow, StoredResponse
 from mlxcache.store.session_rows import ANY_OWNER, Session, Turn
 from mlxcache.store.snapshot_format import CARRIED, SessionInfo
 from mlxcache.types import Tokens
@@ -31,14 +30,11 @@ __all__ = ["ANY_OWNER", "Session", "Sessions", "Turn", "id_of", "new_id"]
 
 
 ID = re.compile(r"ses_[0-9A-Za-z]{1,64}")
-"""Pattern of session ids accepted from a file. An id becomes part of headers and file names."""
+"""Pattern of session ids accepted from a file. An id is in headers and file names."""
 
 
 def id_of(namespace: str, label: str, owner: str | None = None) -> str:
-    """Return the id that a new session with a label gets, unless another session has that id.
-
-    It is the same on every machine, and after the index was lost.
-    """
+    """Return the id of a new session with a label: the same everywhere, if it is free."""
     own = "" if owner is None else f"\0{owner}"
     text = f"{namespace}\0{label}{own}".encode(errors="surrogatepass")
     return "ses_" + hashlib.blake2b(text, digest_size=6).hexdigest()
@@ -62,7 +58,7 @@ class Sessions:
 
     def __init__(self, database: Database):
         self._database = database
-        for schema in (rows.SCHEMA, reply_rows.SCHEMA, response_rows.SCHEMA):
+        for schema in (rows.SCHEMA, reply_rows.REPLIES, reply_rows.RESPONSES):
             database.create(schema)
 
     def copy(self) -> Sessions:
@@ -93,7 +89,6 @@ class Sessions:
         return [rows.session_from(row) for row in found]
 
     def listed(self, sessions: Sequence[Session]) -> list[Listed]:
-        """Return `sessions` with their leaves and figures, as if no tier held any of their KV."""
         with self._database.read() as db:
             found = [
                 (one, rows.read_leaf_rows(db, one.id), rows.read_figures(db, one.id))
@@ -157,21 +152,21 @@ class Sessions:
 
     def response(self, id: str, owner: str | None) -> StoredResponse:
         with self._database.read() as db:
-            return response_rows.read_response(db, id, owner)
+            return reply_rows.read_response(db, id, owner)
 
     def response_chain(self, id: str, owner: str | None) -> list[StoredResponse]:
         with self._database.read() as db:
-            return response_rows.read_chain(db, id, owner)
+            return reply_rows.read_chain(db, id, owner)
 
     # -- changing ----------------------------------------------------------------------------
 
     def save_response(self, response: StoredResponse) -> None:
         with self._database.write() as db:
-            response_rows.insert_response(db, response)
+            reply_rows.insert_response(db, response)
 
     def delete_response(self, id: str, owner: str | None) -> None:
         with self._database.write() as db:
-            response_rows.delete_response(db, id, owner)
+            reply_rows.delete_response(db, id, owner)
 
     def record_turn(
         self, turn: Turn, id: str | None = None, origin: rows.Origin | None = None
@@ -199,7 +194,7 @@ class Sessions:
             if turn.reply is not None:
                 reply_rows.insert_reply(db, session, turn.namespace, turn.reply)
             if turn.response is not None:
-                response_rows.link_response(db, turn.response, session, turn.at)
+                reply_rows.link_response(db, turn.response, session, turn.at)
             if turn.gain is not None:
                 rows.add_gain(db, session, turn.namespace, turn.gain)
             db.execute(
@@ -244,10 +239,7 @@ class Sessions:
             db.execute("DELETE FROM sessions WHERE id = ?", (id,))
 
     def clear(self, *, pinned: bool = False) -> int:
-        """Remove all sessions, but pinned ones only if `pinned`; return how many.
-
-        Their KV stays.
-        """
+        """Remove all sessions, but pinned ones only if `pinned`; their KV stays."""
         gone = "FROM sessions WHERE ? OR NOT pinned"
         with self._database.write() as db:
             leaving = {id for (id,) in db.execute(f"SELECT id {gone}", (pinned,))}

@@ -80,10 +80,7 @@ CARRIED = tuple(one.name for one in fields(SessionInfo) if one.name not in ("lea
 
 
 def block_seed(leaf: int, block: int) -> int:
-    """Return the checksum seed of a block, different for each, so that blocks cannot be swapped.
-
-    `block`: index of the block among those of the leaf's exported KV.
-    """
+    """Return the checksum seed of a leaf's block; different, so that none can be swapped."""
     return leaf << 32 | block
 
 
@@ -147,7 +144,6 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
         return found
 
     def session(self, ids: Sequence[Tokens]) -> SessionInfo:
-        """Return the described session; `ids`: the token ids of each leaf, from token 0."""
         leaves = tuple(
             Leaf(own, x.kind, x.prompt_tokens, x.key_tokens, x.turns, x.last_used_at)
             for own, x in zip(ids, self.leaves, strict=True)
@@ -156,10 +152,7 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _checked_length(index: int, leaf: LeafEntry, lengths: list[int]) -> int:
-    """Return the number of tokens of a leaf, those shared with its parent included.
-
-    `lengths`: those of the leaves before it. Raises SnapshotRefused.
-    """
+    """Return the number of tokens of a leaf. `lengths`: those of the leaves before it."""
     length = leaf.start + leaf.tokens
     shared = 0 if leaf.parent is None else lengths[leaf.parent] if leaf.parent < index else -1
     if leaf.start > shared or leaf.start % 64 or leaf.rows > leaf.tokens or length > MOST_TOKENS:
@@ -175,10 +168,7 @@ _STATE = re.compile(r"checkpoint\.(0|[1-9][0-9]{0,4})\.")
 
 
 def detect_format(path: Path) -> Literal["mlxcache", "mlx-lm"]:
-    """Detect the format of a file by its header.
-
-    Raises SnapshotRefused for any other format, and if the file cannot be read or is damaged.
-    """
+    """Detect the format of a file by its header. Raises SnapshotRefused for any other."""
     try:
         with open_file(path, links=True) as fd:
             metadata = read_foreign_header(fd, own=False).metadata
@@ -226,7 +216,6 @@ def wrong_model(model: str, namespace: str, here: Sequence[str]) -> SnapshotRefu
 def check_tensors(
     header: Header, description: Description
 ) -> tuple[tuple[Place, ...], tuple[tuple[Place, ...], ...]]:
-    """Check the tensors of a snapshot; return those of the KV, and those of each checkpoint."""
     places = {place.name: place for place in header.places}
     rows = sum(leaf.rows for leaf in description.leaves)
     _check(places.pop(TOKENS, None), "I32", sum(leaf.tokens for leaf in description.leaves))
@@ -403,7 +392,6 @@ def with_replies(
 
 
 def _read_reply_ids(packed: str, tokens: int) -> Tokens:
-    """Unpack the token ids of all replies, decompressing no more than `tokens` ids take."""
     if tokens > MOST_REPLY_TOKENS:
         raise ValueError(f"they have more than {MOST_REPLY_TOKENS} tokens")
     inflate = zlib.decompressobj()

@@ -90,10 +90,7 @@ class SnapshotKV:
     # -- for an export -----------------------------------------------------------------------------
 
     def row_kinds(self, pieces: Sequence[Piece]) -> list[RowKind]:
-        """Return the tensors that the runs `pieces` hold, in the order of the snapshot.
-
-        Raises Corrupt if two runs hold different tensors.
-        """
+        """Return the tensors of the runs, in the snapshot's order. Corrupt if they differ."""
         first: list[RowKind] | None = None
         for piece in pieces:
             places = self._header(piece.path).places
@@ -115,7 +112,6 @@ class SnapshotKV:
                 yield from read_bytes(piece.path, begin, begin + (last - first) * row)
 
     def state_places(self, ids: Tokens, saved: Saved) -> Sequence[Place]:
-        """Return the tensors of the checkpoint `saved`; their offsets must not be used."""
         return self._header(saved.path).places
 
     def state_bytes(
@@ -175,10 +171,7 @@ _MOST_LOOKS = 1000
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A leaf with what is on disk of the tokens that the leaves before it do not contain.
-
-    `leaf`: its entry in the description. `ids`: those of the whole leaf, from token 0.
-    """
+    """A leaf with what is on disk of the tokens that the leaves before it do not contain."""
 
     leaf: LeafEntry
     ids: Tokens
@@ -203,7 +196,6 @@ def _within_limits(leaves: Sequence[Leaf]) -> list[Leaf]:
 
 
 def _find_verified(store: Store, leaves: Sequence[Leaf]) -> list[Found]:
-    """Find leaves on disk and verify their files, again while some are damaged or evicted."""
     sound: set[Piece | Saved] = set()
     for _ in range(_MOST_LOOKS):
         found = [store.find(leaf.ids) for leaf in leaves]
@@ -342,7 +334,6 @@ class SnapshotExport:
         yield b"".join(one.digest()[::-1] for one in [*sums, *states, self._words])
 
     def _kv_bytes(self, place: Place, own: _Part, sums: list[xxh3_64]) -> Iterator[bytes]:
-        """Yield the bytes of a KV tensor for the rows of the part `own`, and add them to `sums`."""
         if not own.leaf.rows:
             return
         row, at = place.nbytes // place.shape[0], 0
@@ -441,10 +432,7 @@ def read_origin(path: Path) -> tuple[str | None, str]:
 
 
 def check_prompt_cache(path: Path) -> None:
-    """Raise SnapshotRefused if a prompt cache of mlx-lm holds NaN or infinity, or is incomplete.
-
-    Reads the whole file. Raises StoreError if it cannot be read.
-    """
+    """Raise SnapshotRefused if a prompt cache of mlx-lm has NaN or infinity, or is cut off."""
     with _opened(path) as fd:
         try:
             places = read_foreign_header(fd, own=False).places

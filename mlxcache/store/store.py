@@ -20,7 +20,7 @@ from mlxcache.store.digests import Chain, Chains, root_digest
 from mlxcache.store.eviction import Space, files_to_evict
 from mlxcache.store.folder import KINDS, TEMP_SUFFIX, Folder, remove
 from mlxcache.store.found import Found, Piece, Problem, Saved, StoreStats
-from mlxcache.store.index import Match, Row, read_total, read_totals
+from mlxcache.store.index import Match, Row, read_totals
 from mlxcache.store.kv_files import (
     check_checkpoint,
     check_run,
@@ -148,7 +148,6 @@ class Store:
         self.context.note_reuse(ids)
 
     def note_uses(self) -> None:
-        """Write the uses that `find` and `reused` counted to the index, if it can be written."""
         if self.obstacle is not None:
             return
         with self.database.write() as connection:
@@ -171,7 +170,7 @@ class Store:
         self._verify(saved, lambda fd: check_checkpoint(fd, self.namespace, digest, position))
 
     def read_ahead(self, piece: Piece, nbytes: int = 0) -> None:
-        """Tell the operating system to read a file, or its first `nbytes` bytes. Does not block."""
+        """Tell the system to read a file, or its first `nbytes` bytes. Does not block."""
         read_ahead(piece.path, nbytes)
 
     def has_checkpoints(self) -> bool:
@@ -193,10 +192,7 @@ class Store:
         self.on_disk(listed, ids)
 
     def measure(self, groups: Sequence[Sequence[LeafRow]], ids: ReadIds) -> list[Held]:
-        """Return how many tokens of each leaf are durable, and the bytes of each group's files.
-
-        The files do not count as used.
-        """
+        """Return the durable tokens of each leaf, and the bytes of each group's files."""
 
         def look_up(path: Tokens) -> tuple[Chain, Match]:
             chain = self._chains.of(path)
@@ -234,10 +230,7 @@ class Store:
         save_checkpoint(self.context, self._chains.of(ids), tensors)
 
     def snapshot_kv(self) -> SnapshotKV:
-        """Return this store's KV as snapshots hold it.
-
-        Raises Unsupported for only a rank's part of it.
-        """
+        """Return this store's KV as snapshots hold it; raises Unsupported for a rank's part."""
         if (part := read_part_name(self.namespace)) is not None:
             raise Unsupported(
                 f"This session was made while the model was divided among {part.size} machines: "
@@ -273,7 +266,7 @@ class Store:
         self.for_namespace(sessions.get(id).namespace).pin(id, paths)
 
     def delete_session(self, sessions: Sessions, id: str) -> None:
-        """Remove a session of any namespace, and the files that no other session needs."""
+        """Remove a session and the files that no other session needs."""
         session, leaves = sessions.get(id), sessions.leaves(id)
         with self.freeing():
             self.pin(id, [])
@@ -282,11 +275,7 @@ class Store:
                 self.for_namespace(session.namespace).remove_unshared(sessions, leaf.ids)
 
     def remove_unshared(self, sessions: Sessions, ids: Tokens) -> int:
-        """Remove the files of `ids` that no session needs; return the number removed.
-
-        A file that also contains tokens of a session stays as a whole. The files of other ranks'
-        parts in this folder are removed too, but not counted.
-        """
+        """Remove the files of `ids` (of all parts) that no session needs; return how many."""
         others, files = sessions.sharing(self.namespace, ids), self._files(ids)
         if len(others) > MOST_LEAVES_READ:
             shared = max(others.values())
@@ -302,10 +291,7 @@ class Store:
         return self._remove(files, {file.id for file in files if _needed_beyond(file) < keep})
 
     def _remove(self, files: Sequence[Piece | Saved], needed: set[int]) -> int:
-        """Remove those of `files` that no `needed` file continues; return how many were removed.
-
-        The run that a removed file continued is removed then too, unless needed.
-        """
+        """Remove those of `files` that no `needed` file continues; return how many."""
         gone, left = 0, [file.id for file in files]
         while left:
             id = left.pop()
@@ -392,7 +378,7 @@ class Store:
                 before = context.space.used(connection)
                 context.folder.trim_quarantine(0, keep=0)
                 kept = index.pinned(connection)
-                everything = read_total(connection).disk + 1
+                everything = read_totals(connection).disk + 1
                 every = files_to_evict(connection, everything, partly=True) or []
                 going = takewhile(lambda row: pinned or row.id not in kept, every)
                 context.space.remove(connection, list(going))
@@ -461,7 +447,7 @@ def _needed_beyond(file: Piece | Saved) -> int:
 
 
 def _problems(context: StoreContext, progress: Progress) -> Iterator[tuple[Problem, Row | None]]:
-    """Yield each problem of the folder with the index row of its file, or None if it has no row."""
+    """Yield each problem with the index row of its file, or None if it has no row."""
     with store_errors(context.folder.path):
         with context.database.steady() as connection:  # no file is added or removed while listing
             context.check_present()
@@ -500,7 +486,6 @@ def _remove_problems(context: StoreContext, progress: Progress) -> None:
 
 
 def _has_row(context: StoreContext, connection: sqlite3.Connection, path: Path) -> bool:
-    """Return whether the index has a row for `path` now: another process may have added it."""
     try:
         digest = bytes.fromhex(path.stem)
     except ValueError:

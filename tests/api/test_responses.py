@@ -18,7 +18,7 @@ from mlxcache.api.http import ApiSettings
 from mlxcache.api.responses import with_silences
 from mlxcache.errors import BadRequest, ContextLengthExceeded, DiskFull, GenerationFailed, NotReady
 from mlxcache.store.database import TemporaryDatabase
-from mlxcache.store.response_rows import StoredResponse
+from mlxcache.store.reply_rows import StoredResponse
 from mlxcache.store.sessions import Sessions
 from mlxcache.types import Text, Thinking, TokenLogprob, ToolCall
 from tests.api.conftest import FakeEngine, reply, soon

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from mlxcache.errors import NotFound
-from mlxcache.store import response_rows
+from mlxcache.store import reply_rows
 from mlxcache.store.database import TemporaryDatabase
-from mlxcache.store.response_rows import StoredResponse
+from mlxcache.store.reply_rows import StoredResponse
 from mlxcache.store.session_rows import Turn
 from mlxcache.store.sessions import Sessions
 from mlxcache.types import token_ids
@@ -46,8 +46,7 @@ def test_a_chain_with_a_hole_is_not_found(sessions: Sessions) -> None:
 def test_a_chain_that_would_fill_the_memory_is_not_read(
     sessions: Sessions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Packed on disk it may be small."""
-    monkeypatch.setattr(response_rows, "MAX_CHAIN_BYTES", 1000)
+    monkeypatch.setattr(reply_rows, "MAX_CHAIN_BYTES", 1000)
     for id, previous in (("a", None), ("b", "a"), ("c", "b")):
         sessions.save_response(replace(stored(id, previous), items=b"[" + b" " * 400 + b"]"))
     assert len(sessions.response_chain("b", None)) == 2
@@ -99,12 +98,12 @@ def test_a_deleted_response_is_gone_and_its_session_stays(sessions: Sessions) ->
 def test_the_oldest_go_beyond_the_number_and_the_bytes(
     sessions: Sessions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(response_rows, "MOST_RESPONSES", 3)
+    monkeypatch.setattr(reply_rows, "MOST_RESPONSES", 3)
     for i in range(5):
         sessions.save_response(stored(f"r{i}", at=float(i)))
     kept = [i for i in range(5) if found(sessions, f"r{i}")]
     assert kept == [2, 3, 4]
-    monkeypatch.setattr(response_rows, "MOST_BYTES", 1)
+    monkeypatch.setattr(reply_rows, "MOST_RESPONSE_BYTES", 1)
     sessions.save_response(stored("new", at=9.0))
     assert found(sessions, "new")
     assert not found(sessions, "r4")
@@ -119,7 +118,7 @@ def found(sessions: Sessions, id: str) -> bool:
 
 
 def test_a_chain_is_bounded(sessions: Sessions, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(response_rows, "MAX_CHAIN", 2)
+    monkeypatch.setattr(reply_rows, "MAX_CHAIN", 2)
     for id, previous in (("a", None), ("b", "a"), ("c", "b")):
         sessions.save_response(stored(id, previous))
     assert len(sessions.response_chain("b", None)) == 2
