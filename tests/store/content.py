@@ -11,8 +11,9 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from mlxcache.errors import Corrupt, Gone
-from mlxcache.safetensors import Tensor
+from mlxcache.safetensors import Tensor, read_header
 from mlxcache.store.found import Found
+from mlxcache.store.kv_files import open_file
 from mlxcache.store.store import Store
 from mlxcache.types import Tokens, join_ids, token_ids
 
@@ -22,7 +23,6 @@ ROW = 3
 
 
 def tokens(count: int, seed: int = 0) -> Tokens:
-    """Random token ids."""
     return token_ids(np.random.default_rng(seed).integers(0, 50_000, count, dtype=np.int32))
 
 
@@ -75,7 +75,6 @@ def put(store: Store, ids: Tokens, start: int = 0, row: int = ROW) -> None:
 
 
 def turns(store: Store, ids: Tokens, *ends: int, row: int = ROW) -> None:
-    """Save a conversation turn by turn, each from the block in which the last one ended."""
     start = 0
     for end in ends:
         put(store, ids[:end], start, row)
@@ -93,9 +92,10 @@ def assert_right(store: Store, ids: Tokens, row: int = ROW) -> Found:
         assert piece.end <= piece.last
         at = piece.end
         store.verify(piece, ids)
-        assert _rows(piece.path, piece.start - piece.first, piece.end - piece.first) == [
-            _slice(tensor, piece.start, piece.end) for tensor in right
-        ]
+        first, last = piece.start - piece.first, piece.end - piece.first
+        for tensor in right:
+            wanted = _slice(tensor, piece.start, piece.end)
+            assert file_rows(piece.path, tensor.name, first, last) == wanted
     assert at == found.length
     for saved in found.checkpoints:
         store.verify_checkpoint(saved, ids)
@@ -127,7 +127,6 @@ def on_disk(folder: Path) -> int:
 
 
 def files(folder: Path) -> list[Path]:
-    """Paths of the runs and checkpoints."""
     return sorted([*folder.glob("runs/*/*"), *folder.glob("checkpoints/*/*")])
 
 
@@ -140,7 +139,6 @@ def opened(
     *,
     needs_checkpoints: bool | None = None,
 ) -> Iterator[Store]:
-    """Open a store, closed at the end."""
     store = Store.open(
         folder, namespace, limit, free_floor=free_floor, needs_checkpoints=needs_checkpoints
     )
@@ -150,17 +148,12 @@ def opened(
         store.close()
 
 
-def _rows(path: Path, start: int, end: int) -> list[bytes]:
-    raw = path.read_bytes()
-    from mlxcache.safetensors import parse
-
-    size = int.from_bytes(raw[:8], "little")
-    header = parse(raw[8 : 8 + size], len(raw))
-    found = []
-    for place in header.places:
+def file_rows(path: Path, name: str, first: int, last: int) -> bytes:
+    """Rows [first, last) of a tensor of a file."""
+    with open_file(path) as fd:
+        (place,) = (one for one in read_header(fd).places if one.name == name)
         row = place.nbytes // place.shape[0]
-        found.append(raw[place.offset + start * row : place.offset + end * row])
-    return found
+        return os.pread(fd, (last - first) * row, place.offset + first * row)
 
 
 def _slice(tensor: Tensor, start: int, end: int) -> bytes:

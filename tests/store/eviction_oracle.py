@@ -77,12 +77,6 @@ def _ages(rows: Sequence[Row], reuses: Mapping[int, int]) -> dict[int, float]:
 
 
 def _uses(rows: Sequence[Row], reuses: Mapping[int, int]) -> dict[int, int]:
-    """Return the number of reuses of each file, by id.
-
-    If several runs continue the same run, the most recently used of them inherits its reuses,
-    because it continues the conversation. A checkpoint inherits the reuses of the run that contains
-    it.
-    """
     heirs: dict[int | None, tuple[float, int]] = {}
     for row in rows:
         if row.kind != CHECKPOINT:

@@ -16,6 +16,7 @@ from mlxcache.store.snapshot_format import SessionInfo, Spec
 from mlxcache.store.snapshots import SnapshotExport, SnapshotKV
 from mlxcache.store.store import Store
 from mlxcache.types import Tokens, join_ids, token_ids
+from tests.store.content import file_rows
 
 NAMESPACE = "0123456789abcdef" * 2
 SPEC: Spec = {
@@ -31,7 +32,6 @@ def store_in(folder: Path, namespace: str = NAMESPACE, limit: int | None = None)
 
 
 def ids_of(length: int, seed: int = 0, head: Tokens | None = None) -> Tokens:
-    """`length` random ids that begin with `head`."""
     made = token_ids(np.random.default_rng(seed).integers(0, 500, length, np.int32))
     return made if head is None else join_ids(head, made[len(head) :])
 
@@ -59,7 +59,6 @@ def state(ids: Tokens) -> list[Tensor]:
 
 
 def save(store: Store, ids: Tokens, step: int = 100, states: Sequence[int] = ()) -> None:
-    """Write the KV of `ids` as turns would, and checkpoints at `states`."""
     at = 0
     while at < len(ids):
         end = min(at + step, len(ids))
@@ -91,7 +90,6 @@ def session(*leaves: Tokens, namespace: str = NAMESPACE) -> SessionInfo:
 
 
 def snapshot_in(path: Path, store: Store, info: SessionInfo) -> Path:
-    """Export `info` into the file `path`."""
     made = SnapshotExport(store, info)
     write(path, made)
     assert path.stat().st_size == made.nbytes
@@ -129,21 +127,6 @@ def write(path: Path, parts: Iterable[bytes]) -> None:
     with path.open("wb") as out:
         for part in parts:
             out.write(part)
-
-
-def file_rows(path: Path, name: str, first: int, last: int) -> bytes:
-    """Rows [first, last) of a tensor of a run's file."""
-    import os
-
-    from mlxcache.safetensors import read_header
-
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        (place,) = (p for p in read_header(fd).places if p.name == name)
-        row = place.nbytes // place.shape[0]
-        return os.pread(fd, (last - first) * row, place.offset + first * row)
-    finally:
-        os.close(fd)
 
 
 def held(store: Store, ids: Tokens) -> int:

@@ -21,14 +21,12 @@ LARGE, SMALL = 10**9, 3_000_000
 
 
 def conversation(seed: int):
-    """Token ids of a seed; every third shares its beginning with others."""
     if seed % 3 == 0:
         return branch(tokens(2000, seed // 9), 700, 2000, seed + 1_000_000)
     return tokens(2000, seed)
 
 
 def write(folder: Path, limit: int, seed: int) -> None:
-    """Save until killed; print a line for each durable run."""
     pace = random.Random(seed)
     with opened(folder, limit) as store:
         print("open", flush=True)
@@ -50,7 +48,6 @@ def write(folder: Path, limit: int, seed: int) -> None:
 
 
 def kill_once(folder: Path, limit: int, seed: int, writers: int) -> list[list[str]]:
-    """Run `writers` on `folder` and kill them at random; returns the lines they printed."""
     pace = random.Random(seed)
     command = [sys.executable, "-m", "tests.store.soak", "write", str(folder), str(limit)]
     children = [
@@ -73,7 +70,6 @@ def kill_once(folder: Path, limit: int, seed: int, writers: int) -> list[list[st
 
 
 def assert_sound(folder: Path, limit: int, said: list[list[str]]) -> None:
-    """Check that the folder opens without problems, and holds what was printed as durable."""
     with opened(folder, limit) as store:
         assert store.check() == []
         assert store.stats().used_bytes == on_disk(folder) <= limit

@@ -24,8 +24,6 @@ MAC = [("/", "apfs"), ("/System/Volumes/Data", "apfs"), ("/Volumes/team", "smbfs
 
 @pytest.fixture
 def mounted(monkeypatch):
-    """`mounted(table)` has the system report these mount points and types."""
-
     def mount(table):
         found = [Mount("device", point, kind, "rw") for point, kind in table]
         monkeypatch.setattr(psutil, "disk_partitions", lambda all=False: found)
@@ -47,13 +45,11 @@ def mounted(monkeypatch):
     ],
 )
 def test_the_file_system_is_that_of_the_nearest_mount_point(mounted, table, folder, kind):
-    """Of two at one place the later one is seen."""
     mounted(table)
     assert network_type(Path(folder)) == kind
 
 
 def test_a_link_to_a_share_is_followed(mounted, tmp_path):
-    """The folder itself may be a link."""
     (tmp_path / "share").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "share")
     mounted([("/", "ext4"), (str((tmp_path / "share").resolve()), "nfs")])
@@ -63,7 +59,6 @@ def test_a_link_to_a_share_is_followed(mounted, tmp_path):
 
 
 def test_the_disks_of_this_machine_are_local(tmp_path):
-    """By the system's own table."""
     require_local(tmp_path)
 
 
@@ -76,12 +71,10 @@ def mac(
 
 
 def test_a_mac_keeps_sessions_out_of_its_caches(mac):
-    """The default is in Application Support there."""
     assert Settings().cache_dir == mac.cache_dir
 
 
 def test_linux_keeps_its_default(monkeypatch):
-    """The user's cache folder, to which nothing is done."""
     monkeypatch.setattr(folder, "SYSTEM", "linux")
     there = platformdirs.user_cache_path("mlxcache")
     assert Settings().cache_dir == there
@@ -109,7 +102,6 @@ def test_a_folder_with_a_store_or_with_a_name_of_its_own_is_left_alone(mac, tmp_
 
 
 def test_an_exclusion_that_fails_is_a_warning(mac, caplog):
-    """The folder is used all the same."""
     mac.library.fails = errno.ENOTSUP
     prepare_cache_dir(mac.cache_dir)
     (message,) = caplog.messages
@@ -117,8 +109,6 @@ def test_an_exclusion_that_fails_is_a_warning(mac, caplog):
 
 
 def test_a_folder_that_cannot_be_made_private_is_a_warning(mac, caplog, monkeypatch):
-    """It is excluded from backups all the same."""
-
     def refuse(self: Path, mode: int) -> None:
         raise PermissionError(errno.EPERM, "Operation not permitted", str(self))
 

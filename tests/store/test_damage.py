@@ -34,7 +34,6 @@ from tests.store.content import (
 
 
 def assert_malformed(path: Path, raw: bytes, check) -> None:
-    """Assert that `check` refuses a file of these bytes."""
     path.write_bytes(raw)
     fd = os.open(path, os.O_RDONLY)
     try:
@@ -46,7 +45,6 @@ def assert_malformed(path: Path, raw: bytes, check) -> None:
 
 @pytest.fixture
 def run_and_check(store):
-    """Path of a run of two blocks, the last one partial, and its check."""
     ids = tokens(100)
     put(store, ids)
     (piece,) = store.find(ids).pieces
@@ -56,7 +54,6 @@ def run_and_check(store):
 
 @pytest.fixture
 def checkpoint_and_check(store):
-    """Path of a checkpoint, and its check."""
     ids = tokens(100)
     store.write_checkpoint(ids, snapshot(ids))
     (saved,) = store.find(ids).checkpoints
@@ -70,7 +67,6 @@ def small_file(request):
 
 
 def test_every_byte_flipped_is_noticed(small_file, tmp_path):
-    """One bit of each byte is flipped."""
     path, check = small_file
     raw = path.read_bytes()
     for at in range(len(raw)):
@@ -79,7 +75,6 @@ def test_every_byte_flipped_is_noticed(small_file, tmp_path):
 
 
 def test_every_length_but_the_right_one_is_noticed(small_file, tmp_path):
-    """A truncated and an extended file are refused."""
     path, check = small_file
     raw = path.read_bytes()
     for length in range(len(raw)):
@@ -88,7 +83,6 @@ def test_every_length_but_the_right_one_is_noticed(small_file, tmp_path):
 
 
 def test_a_damaged_file_is_a_miss_that_is_counted(store, folder):
-    """It is quarantined and what builds on it removed; saved again, it serves again."""
     ids = tokens(1000)
     turns(store, ids, 300, 600, 1000)
     store.write_checkpoint(ids, snapshot(ids))
@@ -107,7 +101,6 @@ def test_a_damaged_file_is_a_miss_that_is_counted(store, folder):
 
 
 def test_pruning_removes_all_that_a_check_names(store, folder):
-    """Also files not read yet; sound files stay, and lost tokens are saved again."""
     ids, others = tokens(1000), tokens(500, 1)
     turns(store, ids, 300, 600, 1000)
     store.write_checkpoint(ids, snapshot(ids))
@@ -130,7 +123,6 @@ def test_pruning_removes_all_that_a_check_names(store, folder):
 
 
 def test_only_the_blocks_that_are_wanted_are_read(store):
-    """Damage in later blocks is found when those are read."""
     ids = tokens(1000)
     put(store, ids)
     flip(store.find(ids).pieces[0].path, -1)
@@ -141,7 +133,6 @@ def test_only_the_blocks_that_are_wanted_are_read(store):
 
 
 def test_each_file_swapped_with_each_other_is_a_miss(folder, tmp_path):
-    """Undamaged files with right checksums under a wrong name are refused."""
     ids = tokens(500)
     fork = branch(ids, 256, 500)
     with opened(folder) as store:
@@ -171,7 +162,6 @@ def test_each_file_swapped_with_each_other_is_a_miss(folder, tmp_path):
 
 
 def test_a_file_that_is_gone_is_a_miss_and_no_damage(store):
-    """A file removed by another process or by hand is a miss."""
     ids = tokens(600)
     turns(store, ids, 300, 600)
     found = store.find(ids)
@@ -187,7 +177,6 @@ def test_a_file_that_is_gone_is_a_miss_and_no_damage(store):
 
 
 def test_the_quarantine_is_bounded(folder):
-    """It is bounded in files, and in bytes as a part of the limit."""
     with opened(folder, 20_000_000) as store:
         for seed in range(12):
             ids = tokens(20_000, seed)
@@ -204,7 +193,6 @@ def test_the_quarantine_is_bounded(folder):
 
 
 def test_a_lost_index_is_made_again(folder):
-    """A rebuilt index finds every run and checkpoint, and takes new ones."""
     ids, fork, other = history(folder)
     before = survey(folder, ids, fork, other)
     for name in ("index.sqlite", "index.sqlite-wal", "index.sqlite-shm"):
@@ -218,7 +206,6 @@ def test_a_lost_index_is_made_again(folder):
 
 
 def test_a_lost_file_in_the_middle_takes_what_builds_on_it(folder):
-    """Also when the index is lost too."""
     ids = tokens(1000)
     with opened(folder) as store:
         turns(store, ids, 300, 600, 1000)
@@ -232,7 +219,6 @@ def test_a_lost_file_in_the_middle_takes_what_builds_on_it(folder):
 
 
 def test_strange_files_are_set_aside_when_the_folder_opens(folder):
-    """Unknown and empty files, wrong names, and other formats are quarantined."""
     ids = tokens(300)
     with opened(folder) as store:
         put(store, ids)
@@ -250,7 +236,6 @@ def test_strange_files_are_set_aside_when_the_folder_opens(folder):
 
 
 def test_check_reports_and_changes_nothing(folder):
-    """It lists damage, extra files and missing files."""
     ids = tokens(1000)
     with opened(folder) as store:
         turns(store, ids, 300, 600, 1000)
@@ -289,7 +274,6 @@ def test_an_index_of_other_tables_is_made_again(folder):
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_a_damaged_index_never_serves_wrong_content(tmp_path_factory, data):
-    """After flipped bytes, a cut, or garbage in the log, the folder opens and serves right KV."""
     folder = tmp_path_factory.mktemp("d") / "s"
     every = history(folder)
     index = folder / "index.sqlite"
@@ -316,7 +300,6 @@ def test_a_damaged_index_never_serves_wrong_content(tmp_path_factory, data):
 
 @pytest.mark.parametrize("reading", [False, True])
 def test_a_folder_of_a_later_version_is_refused_and_nothing_is_lost(folder, monkeypatch, reading):
-    """Also where it cannot be written."""
     every = history(folder)
 
     def set_version(number: int) -> None:
@@ -355,7 +338,6 @@ def test_an_index_of_a_format_that_nobody_writes_is_rebuilt(folder, at):
 
 @given(st.binary(max_size=400))
 def test_any_bytes_are_a_header_or_malformed(raw):
-    """Random bytes raise Malformed and no other error."""
     with suppress(Malformed):
         header = parse(raw, len(raw) + 8)
         assert sum(place.nbytes for place in header.places) == 0
@@ -380,13 +362,11 @@ def test_any_bytes_are_a_header_or_malformed(raw):
     ],
 )
 def test_headers_that_lie_are_malformed(text):
-    """Sizes and places are checked before memory is allocated by them."""
     with pytest.raises(Malformed):
         parse(text.encode(), 8 + len(text) + 16)
 
 
 def test_a_header_that_claims_a_huge_size_is_not_read(tmp_path):
-    """The header length is checked before it is allocated."""
     path = tmp_path / "f"
     path.write_bytes((1 << 62).to_bytes(8, "little") + b"{}")
     fd = os.open(path, os.O_RDONLY)
@@ -396,14 +376,12 @@ def test_a_header_that_claims_a_huge_size_is_not_read(tmp_path):
 
 
 def flip(path: Path, at: int) -> None:
-    """Flip a byte."""
     raw = bytearray(path.read_bytes())
     raw[at] ^= 0x10
     path.write_bytes(raw)
 
 
 def history(folder: Path) -> tuple[Tokens, Tokens, Tokens]:
-    """Save two conversations that share a prefix and one that does not, with checkpoints."""
     ids, other = tokens(700), tokens(150, 5)
     fork = branch(ids, 330, 500)
     with opened(folder) as store:
@@ -417,7 +395,6 @@ def history(folder: Path) -> tuple[Tokens, Tokens, Tokens]:
 
 
 def survey(folder: Path, *every: Tokens) -> list[object]:
-    """Tokens found of each."""
     with opened(folder) as store:
         found = [assert_right(store, ids) for ids in every]
     return [

@@ -15,7 +15,6 @@ from tests.store.content import branch, tokens
 
 
 def by_definition(namespace: str, ids: Tokens) -> bytes:
-    """Digests are those of the documented format, block by block."""
     digest = blake2b(namespace.encode(), digest_size=16).digest()
     for at in range(0, len(ids), 64):
         block = ids[at : at + 64]
@@ -35,7 +34,6 @@ def test_every_prefix_has_the_digest_that_the_format_says(count, namespace):
 
 @given(st.lists(st.tuples(st.integers(0, 400), st.integers(0, 400), st.booleans()), max_size=8))
 def test_what_was_asked_before_changes_no_digest(asked):
-    """The remembered chain is used only as far as it agrees with longer, shorter and other ids."""
     chains = Chains("n")
     last = tokens(400)
     for at, count, other in asked:
@@ -50,7 +48,6 @@ def test_what_was_asked_before_changes_no_digest(asked):
 
 @given(st.integers(1, 300), st.integers(0, 3))
 def test_a_block_has_one_checksum_whatever_follows(count, tensors):
-    """A block's checksum is over its rows of all tensors in order."""
     rng = np.random.default_rng(count)
     arrays = [rng.integers(0, 255, (count, 5 + k), dtype=np.uint8) for k in range(tensors)]
     sums = block_checksums([array.data.cast("B") for array in arrays], count)

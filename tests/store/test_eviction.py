@@ -10,8 +10,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from mlxcache.errors import DiskFull, PrefixNotStored, StoreError
 from mlxcache.store import index
@@ -48,7 +46,6 @@ def fill(store: Store, seeds: range, count: int = 3000, row: int = 20) -> None:
 
 
 def test_the_cap_holds_while_writing(folder):
-    """Ten times the cap is written, in files of many sizes."""
     limit = 6 * MB
     with opened(folder, limit) as store, Sampler(lambda: on_disk(folder)) as sampler:
         for seed in range(30):
@@ -62,7 +59,6 @@ def test_the_cap_holds_while_writing(folder):
 
 
 def test_the_cap_holds_with_two_processes(folder):
-    """Two stores write, and evict files of each other."""
     limit = 6 * MB
     with opened(folder, limit) as store, Sampler(lambda: on_disk(folder)) as sampler:
         code = (
@@ -87,7 +83,6 @@ def test_the_cap_holds_with_two_processes(folder):
 
 
 def test_a_lower_cap_holds_from_the_start(folder):
-    """The excess is evicted when the folder opens."""
     with opened(folder, 20 * MB) as store:
         fill(store, range(20))
         assert store.stats().used_bytes > 8 * MB
@@ -114,7 +109,6 @@ def test_the_cap_holds_while_a_lost_index_is_made_again(folder):
 
 
 def test_what_cannot_fit_is_refused_and_costs_nothing(folder):
-    """Nothing is evicted for it, and no part of it stays."""
     with opened(folder, 4 * MB) as store:
         ids = tokens(3000)
         put(store, ids)
@@ -127,7 +121,6 @@ def test_what_cannot_fit_is_refused_and_costs_nothing(folder):
 
 
 def test_least_recently_used_goes_first(folder):
-    """Recently used conversations stay whole."""
     with opened(folder, 6 * MB) as store:
         fill(store, range(6))
         assert store.stats().evicted == 0
@@ -142,7 +135,6 @@ def test_least_recently_used_goes_first(folder):
 
 
 def test_a_clock_that_goes_back_changes_no_order_of_use(folder, monkeypatch):
-    """While the store is open and after a restart the oldest use is evicted first."""
     now = 2e9
     monkeypatch.setattr(time, "time", lambda: now)
     a, b, c = (tokens(1000, seed) for seed in (1, 2, 3))
@@ -160,7 +152,6 @@ def test_a_clock_that_goes_back_changes_no_order_of_use(folder, monkeypatch):
 
 
 def test_a_conversation_shrinks_from_its_end(folder):
-    """A prefix stays as long as a branch builds on it."""
     with opened(folder, 6 * MB) as store:
         ids = tokens(4800)
         turns(store, ids, *range(600, 4801, 600), row=20)
@@ -178,7 +169,6 @@ def test_a_conversation_shrinks_from_its_end(folder):
 
 
 def test_pinned_sessions_go_last(folder):
-    """Pinned files are evicted after all others."""
     ids = tokens(3000)
     with opened(folder, 6 * MB) as store:
         turns(store, ids, 1500, 3000, row=20)
@@ -202,7 +192,6 @@ def test_pinned_sessions_go_last(folder):
 
 
 def test_a_pin_of_one_name_outlives_anothers(folder):
-    """Two sessions pin one prefix."""
     ids = tokens(3000)
     with opened(folder, 6 * MB) as store:
         put(store, ids, row=20)
@@ -217,7 +206,6 @@ def test_a_pin_of_one_name_outlives_anothers(folder):
 
 
 def test_the_quarantine_makes_room_first(folder):
-    """Quarantined files are removed before sound ones."""
     with opened(folder, 6 * MB) as store:
         (folder / "quarantine" / "1-x").write_bytes(bytes(2 * MB))
         seed = 0
@@ -229,7 +217,6 @@ def test_the_quarantine_makes_room_first(folder):
 
 
 def test_the_floor_of_free_space_is_kept(folder, monkeypatch):
-    """Files are evicted to keep the floor of free space."""
     disk, taken = 100 * MB, 80 * MB
     monkeypatch.setattr(Folder, "free", lambda self: disk - taken - on_disk(folder))
     with opened(folder, 50 * MB, free_floor=10 * MB) as store:
@@ -250,7 +237,6 @@ def test_the_floor_of_free_space_is_kept(folder, monkeypatch):
 )
 @pytest.mark.parametrize("call", ["os.write", "sync", "os.rename", "os.ftruncate"])
 def test_a_disk_that_refuses_leaves_nothing_behind(folder, monkeypatch, number, wanted, call):
-    """A failure at any step is a StoreError without file or row, and the next save works."""
     ids = tokens(500)
     with opened(folder) as store:
 
@@ -269,7 +255,6 @@ def test_a_disk_that_refuses_leaves_nothing_behind(folder, monkeypatch, number, 
 
 
 def test_room_can_be_made_for_rows_of_others(folder):
-    """Rows of sessions count too."""
     with opened(folder, 6 * MB) as store:
         fill(store, range(12))
         evicted = store.stats().evicted
@@ -280,47 +265,16 @@ def test_room_can_be_made_for_rows_of_others(folder):
             store.make_room(7 * MB)
 
 
-@settings(deadline=None)
-@given(data=st.data())
-def test_victims_are_leaves_in_order_of_use(data):
-    """The order equals a step-by-step definition on random trees."""
-    rows: list[Row] = []
-    for id in range(1, data.draw(st.integers(1, 12)) + 1):
-        parent = data.draw(st.one_of(st.none(), st.integers(1, id - 1))) if id > 1 else None
-        owner = data.draw(st.sampled_from([None, None, None, "x"]))
-        used = float(data.draw(st.integers(0, 3)))
-        rows.append(Row(id, "run", b"", b"", b"", 0, id, 1, 10, used, parent, None, owner))
-    pinned = set(data.draw(st.lists(st.integers(1, 12), max_size=4)))
-    need = data.draw(st.integers(-5, 130))
-    left = {row.id: row for row in rows}
-    wanted: list[Row] | None = []
-    while wanted is not None and need > 10 * len(wanted):
-        leaves = [
-            row
-            for row in left.values()
-            if row.owner is None and not any(other.parent == row.id for other in left.values())
-        ]
-        if not leaves:
-            wanted = None
-        else:
-            first = min(leaves, key=lambda row: (row.id in pinned, row.used, -row.stop))
-            wanted.append(left.pop(first.id))
-    expected = None if wanted is None else [row.id for row in wanted]
-    assert evicted(rows, need, pinned) == expected
-
-
 def checkpoint(id: int, previous: int | None, used: float = 5.0) -> Row:
     return Row(id, "checkpoint", b"", b"", b"", id, id, 1, 10, used, None, previous, None)
 
 
 def test_the_first_checkpoint_of_a_path_goes_last():
-    """Of files used at the same time, the one that ends last is evicted first."""
     rows = [checkpoint(1, None), checkpoint(2, 1), checkpoint(3, 2)]
     assert evicted(rows, 30) == [3, 2, 1]
 
 
 def test_a_checkpoint_that_others_follow_was_used_when_they_were():
-    """Two conversations with one head, all written within a moment."""
     rows = [checkpoint(1, None, 1.0), checkpoint(2, 1, 2.0), checkpoint(3, 2, 3.0)]
     rows += [checkpoint(4, 1, 4.0), checkpoint(5, 4, 4.5)]
     assert evicted(rows, 50) == [3, 2, 5, 4, 1]

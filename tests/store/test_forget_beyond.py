@@ -41,7 +41,6 @@ def test_what_others_computed_of_the_same_tokens_stays(store: Store, shared: int
 @pytest.mark.parametrize("kind", ["F16", "BF16", "F32"])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_what_is_no_numbers_goes_with_all_behind_it(store: Store, kind: str, value: float) -> None:
-    """Also for another conversation that continued from the removed KV."""
     mine = tokens(300)
     other = branch(mine, 70, 250)
     kept = branch(mine, 20, 150, seed=5)

@@ -28,7 +28,6 @@ class Leaves:
         self.reads = 0
 
     def add(self, *paths: Tokens) -> None:
-        """Add a group of leaves with these token ids."""
         group = [LeafRow(next(NUMBERS), "ses", "main", len(ids), 1, 1, 0.0) for ids in paths]
         self.ids |= dict(zip(group, paths, strict=True))
         self.groups.append(group)
@@ -41,7 +40,6 @@ class Leaves:
         return self.ids[leaf]
 
     def looked_up(self, store: Store) -> list[Held]:
-        """What `measured` must be, by looking up each leaf."""
         return [held(store, [self.ids[leaf] for leaf in group]) for group in self.groups]
 
 
@@ -62,7 +60,6 @@ def leaves() -> Leaves:
 def test_other_conversations_make_no_leaf_be_read_again(
     store: Store, folder: Path, leaves: Leaves
 ) -> None:
-    """Neither those of this process nor of another, though all share the system prompt."""
     head = tokens(200)
     for seed in range(1, 21):
         turns(store, branch(head, 200, 500, seed), 200, 300, 500)
@@ -81,7 +78,6 @@ def test_other_conversations_make_no_leaf_be_read_again(
 def test_a_leaf_grows_and_shrinks_with_its_files(
     store: Store, folder: Path, leaves: Leaves
 ) -> None:
-    """As soon as a file is durable, or was removed by another process."""
     ids = tokens(640)
     leaves.add(ids, ids[:130])
     assert leaves.measured(store) == [Held((0, 0), 0)]
@@ -98,7 +94,6 @@ def test_a_leaf_grows_and_shrinks_with_its_files(
 def test_what_is_remembered_is_what_a_lookup_finds(
     folder: Path, leaves: Leaves, monkeypatch: pytest.MonkeyPatch, checkpoints: bool
 ) -> None:
-    """Over random turns, edits, forks, evictions and checkpoints, by two processes."""
     monkeypatch.setattr(listing, "MOST_ADDED", 40)
     chance = np.random.default_rng(5)
     paths = [tokens(400, seed) for seed in range(3)]

@@ -15,7 +15,6 @@ from mlxcache.store.leaves import (
 
 
 def ids(*parts):
-    """Token ids from ranges: (start, count) pairs."""
     arrays = [np.arange(start, start + count) for start, count in parts]
     return np.concatenate(arrays).astype(np.int32)
 
@@ -29,12 +28,10 @@ def leaf(tokens, *, id=1, key=10, turns=1, kind="main"):
     [((), 50), ((40,), 40), ((10, 40), 40), ((10, 20, 30, 40), 20)],
 )
 def test_the_conversation_key_covers_the_first_message_after_the_head(marks, key):
-    """The head alone is shared by unrelated conversations."""
     assert conversation_key_tokens(marks, 50) == key
 
 
 def test_a_request_continues_the_leaf_it_shares_most_with():
-    """It must share the conversation key; less is another conversation under the same head."""
     short, long = leaf(ids((0, 20)), id=1), leaf(ids((0, 30), (900, 5)), id=2)
     leaves = [short, long]
     assert find_continued(ids((0, 30), (500, 5)), leaves) is long
@@ -43,7 +40,6 @@ def test_a_request_continues_the_leaf_it_shares_most_with():
 
 
 def test_a_fork_and_its_origin_go_their_own_ways():
-    """Of equals the one that the request contains whole wins, then the oldest."""
     origin, fork = leaf(ids((0, 20)), id=1), leaf(ids((0, 20)), id=2)
     assert find_continued(ids((0, 25)), [fork, origin]) is origin
     origin = leaf(ids((0, 25)), id=1)
@@ -51,7 +47,6 @@ def test_a_fork_and_its_origin_go_their_own_ways():
 
 
 def test_a_side_request_that_came_first_is_not_the_main_leaf():
-    """A title of 20 tokens before a conversation of 200, but not one that was continued."""
     title, talk = leaf(ids((0, 20))), leaf(ids((500, 200)), id=2)
     assert replaces_main(talk, title, 0)
     assert not replaces_main(talk, leaf(ids((0, 20)), turns=2), 0)
@@ -60,7 +55,6 @@ def test_a_side_request_that_came_first_is_not_the_main_leaf():
 
 
 def test_after_a_compaction_the_new_prefix_becomes_the_main_one():
-    """A later one under the same head after enough turns; one with another head never."""
     main = leaf(ids((0, 100), (300, 100)), turns=5)
     late = leaf(ids((0, 100), (600, 50)), id=2, turns=SETTLED_TURNS)
     early = leaf(ids((0, 100), (600, 50)), id=2, turns=SETTLED_TURNS - 1)
@@ -72,7 +66,6 @@ def test_after_a_compaction_the_new_prefix_becomes_the_main_one():
 
 
 def test_digests_of_prefixes_are_those_of_the_tokens_alone():
-    """Digests taken in one pass equal those of each prefix alone."""
     tokens = ids((7, 100))
     found = digests_at(tokens, [64, 3, 100, 101])
     assert found == {n: digest_of(tokens[:n]) for n in (3, 64, 100)}

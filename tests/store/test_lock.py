@@ -34,7 +34,6 @@ def server(tmp_path):
 
 
 def test_a_change_is_refused_while_a_server_runs_and_named(tmp_path, server):
-    """The error names its address and process; once it is killed the folder is free."""
     with (
         pytest.raises(StoreError, match=f"127.0.0.1:9 .*some/model, process {server.pid}"),
         exclusive_lock(tmp_path),
@@ -54,7 +53,6 @@ def test_a_change_is_refused_while_a_server_runs_and_named(tmp_path, server):
 
 
 def test_a_server_waits_for_no_command(tmp_path):
-    """A server and a second command get an error that says so."""
     with exclusive_lock(tmp_path):
         with pytest.raises(StoreError, match="Another command"), serving(tmp_path, "u", "m"):
             pass
@@ -64,7 +62,6 @@ def test_a_server_waits_for_no_command(tmp_path):
 
 
 def test_notes_that_are_damaged_or_stale_are_passed_over(tmp_path, server):
-    """So is the copy of a folder with a running server, and a note that a running process left."""
     [note] = (tmp_path / NOTES).glob("*.json")
     copy = shutil.copytree(tmp_path, tmp_path / "copy")
     links = shutil.copytree(tmp_path, tmp_path / "links", copy_function=os.link)
@@ -79,14 +76,12 @@ def test_notes_that_are_damaged_or_stale_are_passed_over(tmp_path, server):
 
 
 def test_a_folder_that_cannot_be_made_is_an_error_with_its_name(tmp_path):
-    """A folder below a file cannot be locked."""
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="file"), exclusive_lock(tmp_path / "file" / "below"):
         pass
 
 
 def test_notes_of_servers_that_were_killed_do_not_pile_up(tmp_path, server):
-    """Each start removes the notes of killed servers."""
     (tmp_path / NOTES / "mine.json").write_text("{}")
     server.kill()
     server.wait()

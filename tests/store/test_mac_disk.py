@@ -28,7 +28,6 @@ def test_a_run_is_on_the_disk_before_the_index_names_it(folder, monkeypatch):
 
 
 def test_a_share_without_full_sync_is_written(folder, monkeypatch):
-    """Each sync is an fsync then."""
     mac = MacDisk(monkeypatch)
     mac.refuses = errno.ENOTSUP
     ids = tokens(200)
@@ -50,7 +49,6 @@ def test_the_index_empties_the_drives_cache(folder, pragma):
 
 
 def test_a_file_on_a_mac_is_read_ahead_once(folder, monkeypatch):
-    """Before its turn: verifying it asks for nothing again."""
     ids = tokens(3000)
     with opened(folder) as store:
         put(store, ids)

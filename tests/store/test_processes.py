@@ -19,7 +19,6 @@ from tests.store.soak import ROOT, soak
 
 
 def run_python(code: str) -> subprocess.Popen[str]:
-    """Start a process with the helpers of these tests imported."""
     head = "from pathlib import Path\nfrom tests.store.content import *\n"
     return subprocess.Popen(
         [sys.executable, "-c", head + code], stdout=subprocess.PIPE, text=True, cwd=ROOT
@@ -27,7 +26,6 @@ def run_python(code: str) -> subprocess.Popen[str]:
 
 
 def test_what_is_durable_survives_kill_9_at_any_moment(tmp_path):
-    """Nothing else is left: no temporary file, no row without a file, no lock."""
     assert soak(15, tmp_path, 7) > 15
 
 
@@ -35,7 +33,6 @@ def test_what_is_durable_survives_kill_9_at_any_moment(tmp_path):
     "step", ["folder.os.ftruncate", "folder.sync", "folder.os.rename", "saving.index.put_tokens"]
 )
 def test_a_death_at_each_step_of_a_save_leaves_nothing(folder, step):
-    """Killed before the file has its size, is durable, has its name, has its row."""
     ids = tokens(500)
     code = (
         "import os\nfrom mlxcache.store import folder, saving\n"
@@ -55,7 +52,6 @@ def test_a_death_at_each_step_of_a_save_leaves_nothing(folder, step):
 
 
 def test_each_finds_what_the_other_saved(folder):
-    """Files of another process are found without reopening."""
     ids = tokens(600)
     with opened(folder) as store:
         put(store, ids[:300])
@@ -73,7 +69,6 @@ def test_each_finds_what_the_other_saved(folder):
 
 
 def test_an_error_names_the_file_that_another_store_goes_on_writing(folder, monkeypatch):
-    """Not forever: the wait for it ends."""
     monkeypatch.setattr(saving, "WAIT_S", 0.1)
     ids = tokens(200)
     with opened(folder) as one, opened(folder) as other:
@@ -86,7 +81,6 @@ def test_an_error_names_the_file_that_another_store_goes_on_writing(folder, monk
 
 
 def test_both_save_the_same_at_once(folder):
-    """Two processes that save the same make one file and one row, without an error."""
     code = (
         f"with opened(Path({str(folder)!r})) as store:\n"
         "    for seed in range(40):\n"
@@ -104,7 +98,6 @@ def test_both_save_the_same_at_once(folder):
 
 
 def test_a_file_that_another_is_writing_is_waited_for(folder, monkeypatch):
-    """It is not written twice, nor found before it is durable."""
     ids = tokens(300)
     go_on = threading.Event()
     begun = threading.Event()
@@ -136,7 +129,6 @@ def test_a_file_that_another_is_writing_is_waited_for(folder, monkeypatch):
 
 
 def test_what_a_dead_process_was_writing_is_taken_over(folder):
-    """Also while this store stays open: the file can be written again."""
     ids = tokens(300)
     code = (
         "import os\n"
@@ -156,7 +148,6 @@ def test_what_a_dead_process_was_writing_is_taken_over(folder):
 
 
 def test_a_second_store_leaves_the_firsts_work_alone(folder, monkeypatch):
-    """Opening removes files of dead processes only."""
     ids = tokens(300)
     with opened(folder) as one:
         original = os.rename
@@ -174,7 +165,6 @@ def test_a_second_store_leaves_the_firsts_work_alone(folder, monkeypatch):
 
 
 def test_an_owner_is_alive_as_long_as_its_process(folder):
-    """Its lock ends with it, however it ends."""
     code = (
         "import time\n"
         f"with opened(Path({str(folder)!r})) as store:\n"
@@ -193,7 +183,6 @@ def test_an_owner_is_alive_as_long_as_its_process(folder):
 
 
 def test_threads_share_a_store(store):
-    """Threads find, check, save and pin at once."""
     conversations = [tokens(900, seed) for seed in range(8)]
     errors: list[BaseException] = []
 

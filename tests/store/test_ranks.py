@@ -32,19 +32,16 @@ class Files:
         self.time = 1000.0
 
     def change(self) -> None:
-        """Do one thing at random."""
         does = [self.add_run] * 4 + [self.add_checkpoint] * 4 + [self.touch] * 3 + [self.reuse] * 3
         does += [self.pin, self.unpin, self.finish, self.remove, self.remove_subtree, self.resize]
         self.random.choice(does)()
 
     def add_run(self) -> None:
-        """Add a run that continues another one, or begins a conversation."""
         before = self.pick("kind = 'run'") if self.random.random() < 0.85 else None
         start = 0 if before is None else before.start + self.random.randint(1, 3)
         self._put(RUN, start, start + self.random.randint(1, 5), before, None)
 
     def add_checkpoint(self) -> None:
-        """Add a checkpoint in a run, after another one of the path or the first of it."""
         run = self.pick("kind = 'run'")
         previous = self.pick("kind = 'checkpoint'") if self.random.random() < 0.8 else None
         start = 1 if run is None else run.start + 1
@@ -53,13 +50,11 @@ class Files:
         self._put(CHECKPOINT, start, start, run, previous)
 
     def touch(self) -> None:
-        """Note a use of some files."""
         rows = self._rows("1")
         some = self.random.sample(rows, min(len(rows), 3))
         index.touch(self.connection, [(self._now(), row.id) for row in some])
 
     def reuse(self) -> None:
-        """Count a reuse of a run and of those before it."""
         row, ids = self.pick("1"), []
         while row is not None:
             ids.append(row.id)
@@ -68,40 +63,33 @@ class Files:
             index.count_reuses(self.connection, ids)
 
     def pin(self) -> None:
-        """Pin a file under one of two names."""
         if row := self.pick("1"):
             values = (self.random.choice("ab"), row.id)
             self.connection.execute("INSERT OR IGNORE INTO pin VALUES (?, ?)", values)
 
     def unpin(self) -> None:
-        """Remove all pins of a name."""
         self.connection.execute("DELETE FROM pin WHERE name = ?", (self.random.choice("ab"),))
 
     def finish(self) -> None:
-        """Make a file durable that was being written."""
         if row := self.pick("owner IS NOT NULL"):
             query = "UPDATE file SET owner = NULL, disk = ?, used = ? WHERE id = ?"
             self.connection.execute(query, (DISK, self._now(), row.id))
 
     def resize(self) -> None:
-        """Change the bytes that a file takes."""
         if row := self.pick("1"):
             query = "UPDATE file SET disk = ? WHERE id = ?"
             self.connection.execute(query, (self.random.randint(1, 99), row.id))
 
     def remove(self) -> None:
-        """Remove the files that are evicted first."""
         for row in files_to_evict(self.connection, self.random.choice((1, 25))) or ():
             index.delete(self.connection, row)
 
     def remove_subtree(self) -> None:
-        """Remove a file and all that continue it, as for a damaged one."""
         if self.random.random() < 0.3 and (row := self.pick("1")):
             for gone in index.subtree(self.connection, row.id):
                 index.delete(self.connection, gone)
 
     def pick(self, where: str) -> Row | None:
-        """Return one of the files for which a condition holds, or None."""
         rows = self._rows(where)
         return self.random.choice(rows) if rows else None
 
@@ -131,7 +119,6 @@ def files(request) -> Iterator[Files]:
 
 
 def counted(connection: sqlite3.Connection) -> dict[str, Totals]:
-    """The totals by a count of all files."""
     pinned = index.pinned(connection)
     found = {RUN: Totals(), CHECKPOINT: Totals()}
     for row in index.rows(connection):
@@ -160,7 +147,6 @@ def share_order(connection: sqlite3.Connection) -> list[tuple[object, ...]]:
 
 
 def test_the_order_is_that_of_all_files_at_once(files):
-    """After any changes the same files are evicted, in the same order, as by the definition."""
     for _ in range(40):
         for _ in range(files.random.randint(1, 8)):
             files.change()
@@ -175,7 +161,6 @@ def test_the_order_is_that_of_all_files_at_once(files):
 
 
 def test_ranks_that_cannot_be_brought_up_to_date_name_no_file_that_is_needed(files):
-    """Of an index that is only read: the same files in the same order, without changed ones."""
     for _ in range(15):
         for _ in range(8):
             files.change()
@@ -193,7 +178,6 @@ def test_ranks_that_cannot_be_brought_up_to_date_name_no_file_that_is_needed(fil
 
 
 def test_checkpoints_leave_their_share_in_the_order_of_all_at_once(files):
-    """Pinned ones last, then by last use, then by their place on the path."""
     for _ in range(15):
         for _ in range(8):
             files.change()
@@ -206,7 +190,6 @@ def test_checkpoints_leave_their_share_in_the_order_of_all_at_once(files):
 
 
 def test_totals_are_those_of_a_count(files):
-    """Whatever is added, removed, pinned or resized."""
     for _ in range(60):
         for _ in range(4):
             files.change()
@@ -216,7 +199,6 @@ def test_totals_are_those_of_a_count(files):
 
 
 def save(store: Store, seed: int) -> None:
-    """Save a conversation of three runs and two checkpoints."""
     ids = tokens(400, seed)
     for start, stop in ((0, 192), (192, 320), (320, 400)):
         put(store, ids[:stop], start)
@@ -224,7 +206,6 @@ def save(store: Store, seed: int) -> None:
 
 
 def test_no_query_reads_all_files(folder):
-    """A lookup, a save, the figures and an eviction find each file by an index."""
     seen: set[str] = set()
     with opened(folder) as store:
         save(store, 0)

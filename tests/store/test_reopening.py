@@ -18,7 +18,6 @@ from tests.store.content import assert_right, opened, put, snapshot, tokens, tur
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reopen a missing folder without delay."""
     monkeypatch.setattr("mlxcache.store.recovery.MISSING_S", 0.0)
 
 
@@ -37,7 +36,6 @@ def test_nothing_is_made_while_a_folder_is_being_removed(folder, monkeypatch):
 
 
 def test_a_removed_folder_is_made_again(folder):
-    """Also its table of sessions, and for all stores that share it."""
     ids = tokens(1000)
     with opened(folder) as one, opened(folder) as two:
         sessions = Sessions(one.database)
@@ -58,7 +56,6 @@ def test_a_removed_folder_is_made_again(folder):
 
 
 def test_a_folder_whose_disk_is_gone_is_not_made_elsewhere(folder, monkeypatch):
-    """Once it is back, all its files are found."""
     ids = tokens(1000)
     with opened(folder) as store:
         put(store, ids[:640])
@@ -75,7 +72,6 @@ def test_a_folder_whose_disk_is_gone_is_not_made_elsewhere(folder, monkeypatch):
 
 
 def test_folders_that_are_removed_one_by_one_are_made_again(folder):
-    """The files in them are misses."""
     ids, others = tokens(1000), tokens(700, 1)
     with opened(folder) as store:
         put(store, ids)
@@ -92,13 +88,11 @@ def test_folders_that_are_removed_one_by_one_are_made_again(folder):
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A separate file system of 3 MB."""
     with small_disk(tmp_path / "disk", 3) as place:
         yield place
 
 
 def test_a_file_system_that_is_full_refuses_and_recovers(disk):
-    """Other files on it fill the disk, beyond the store's own count."""
     ids = tokens(20_000)
     with opened(disk / "store", free_floor=-(10**9)) as store:
         put(store, ids[:1280])
@@ -114,7 +108,6 @@ def test_a_file_system_that_is_full_refuses_and_recovers(disk):
 
 
 def test_a_file_system_that_is_read_only_is_read(disk):
-    """It is written again once that is possible, without a restart."""
     ids = tokens(2000)
     with opened(disk / "store") as store:
         put(store, ids[:1280])

@@ -15,7 +15,6 @@ from tests.store.content import assert_right, opened, put, tokens, turns
 def test_an_index_that_is_damaged_under_an_open_store_is_made_again_by_the_next(
     folder: Path, where: slice
 ) -> None:
-    """Before that, lookups give an error or a miss, never wrong KV."""
     ids = tokens(1000)
     with opened(folder) as store:
         turns(store, ids, 300, 1000)

@@ -28,12 +28,10 @@ def turn(sessions: Sessions, label: str, owner: str | None = None, **figures: fl
 
 
 def figures(sessions: Sessions, id: str) -> SessionFigures:
-    """The figures of a session, as it is listed."""
     return sessions.listed([sessions.get(id)])[0].figures
 
 
 def test_figures_of_a_sessions_requests_add_up(sessions, folder):
-    """Figures are summed per session, and are there after reopening."""
     one = turn(sessions, "one", cached_tokens=10, prompt_tokens=90, saved_tokens=10, saved_s=0.5)
     assert turn(sessions, "one", cached_tokens=30, prompt_tokens=90, first_tokens=1) == one
     other = turn(sessions, "other", prompt_tokens=90)
@@ -48,7 +46,6 @@ def test_figures_of_a_sessions_requests_add_up(sessions, folder):
 
 
 def test_figures_go_with_their_session_and_not_into_a_fork(sessions):
-    """A new session of the same label begins at zero."""
     one = turn(sessions, "one", cached_tokens=10)
     fork = sessions.fork(one, 2.0)
     assert figures(sessions, fork) == SessionFigures()
@@ -58,7 +55,6 @@ def test_figures_go_with_their_session_and_not_into_a_fork(sessions):
 
 
 def test_owners_with_one_label_have_figures_of_their_own(sessions):
-    """Sessions of two owners with one label have figures of their own."""
     mine = turn(sessions, "same", owner="me", cached_tokens=10)
     theirs = turn(sessions, "same", owner="you", cached_tokens=70)
     assert mine != theirs

@@ -65,7 +65,6 @@ def test_a_page_costs_the_same_with_ten_times_the_sessions(sessions, database, o
 
 
 def test_turns_of_a_conversation_are_one_session(sessions):
-    """With and without a label, a request with the same prefix continues the session."""
     for label in (None, "mine"):
         text = talk(0 if label else 5000)
         first = sessions.record_turn(
@@ -83,7 +82,6 @@ def test_turns_of_a_conversation_are_one_session(sessions):
 
 
 def test_another_conversation_under_the_same_head_is_another_session(sessions):
-    """Requests that share only the head, or have another namespace, are other sessions."""
     one = sessions.record_turn(turn(talk(0)))
     assert sessions.record_turn(turn(talk(500))) != one
     assert sessions.record_turn(turn(talk(0), namespace="other")) != one
@@ -128,7 +126,6 @@ def test_a_changed_first_message_with_the_same_title_continues_its_session(sessi
 
 
 def test_a_text_that_grows_is_one_session(sessions):
-    """Its title grows with it, up to its limit."""
     one = turn(talk(0, 4), head=[], first=4, title="Once")
     id = sessions.record_turn(one)
     grown = turn([*talk(0, 4), 1, 2, 3, 4], head=[], first=8, title="Once upon")
@@ -136,7 +133,6 @@ def test_a_text_that_grows_is_one_session(sessions):
 
 
 def test_a_label_keeps_its_id_and_collects_its_agents(sessions):
-    """Sub-agents are leaves of it; a title request does not become the main one."""
     main = turn([*talk(0), *talk(100, 200)], label="L", at=1.0)
     id = sessions.record_turn(main)
     assert id == id_of("n", "L")
@@ -152,7 +148,6 @@ def test_a_label_keeps_its_id_and_collects_its_agents(sessions):
 
 
 def test_a_title_request_that_comes_first_yields_to_the_conversation(sessions):
-    """The conversation replaces it, and its title is the session's."""
     id = sessions.record_turn(turn(talk(0, 9), head=[], label="L", title="Write a title"))
     sessions.record_turn(turn([*talk(50), *talk(100, 200)], label="L", title="Fix the bug"))
     assert sessions.get(id).title == "Fix the bug"
@@ -160,14 +155,12 @@ def test_a_title_request_that_comes_first_yields_to_the_conversation(sessions):
 
 
 def test_labels_that_share_a_prefix_stay_apart(sessions):
-    """Equal prompts under two labels are two sessions."""
     one, two = (sessions.record_turn(turn(talk(0), label=label)) for label in ("a", "b"))
     assert one != two
     assert sessions.count() == 2
 
 
 def test_an_id_is_a_label_too(sessions):
-    """A request can name a session by its id, for example a fork."""
     id = sessions.record_turn(turn(talk(0)))
     fork = sessions.fork(id, 5.0, "try")
     assert sessions.record_turn(turn([*talk(0), 1, 2, 3, 4], label=fork)) == fork
@@ -175,7 +168,6 @@ def test_an_id_is_a_label_too(sessions):
 
 
 def test_ids_are_kept_in_parts_and_only_new_ones_are_written(sessions, database, monkeypatch):
-    """Rows equal the ids after growth, cuts and changes."""
     monkeypatch.setattr(session_rows, "PART_TOKENS", 16)
     text = talk(0, 40)
     id = sessions.record_turn(turn(text, label="L"))
@@ -209,7 +201,6 @@ def test_a_conversation_whose_first_turn_was_short_is_main_again(sessions):
 
 
 def test_fork_copies_the_main_leaf_or_its_beginning(sessions):
-    """A fork has a new id and no label; more tokens than the leaf has are refused."""
     id = sessions.record_turn(turn(talk(0), label="L", title="T"))
     whole, part = sessions.fork(id, 9.0, "copy"), sessions.fork(id, 9.0, tokens=12)
     row = sessions.get(whole)
@@ -228,7 +219,6 @@ def test_fork_copies_the_main_leaf_or_its_beginning(sessions):
 
 
 def test_names_and_pins_can_be_changed_and_taken_back(sessions):
-    """Each can be changed alone; an empty name removes it."""
     id = sessions.record_turn(turn(talk(0)))
     sessions.update(id, name="mine")
     sessions.update(id, pinned=True)
@@ -241,7 +231,6 @@ def test_names_and_pins_can_be_changed_and_taken_back(sessions):
 
 
 def test_no_name_is_longer_than_the_limit_whichever_way_it_comes(sessions):
-    """And each is on one line."""
     id = sessions.record_turn(turn(talk(0)))
     many = "x" * 201
     for refused in (
@@ -258,7 +247,6 @@ def test_no_name_is_longer_than_the_limit_whichever_way_it_comes(sessions):
 
 
 def test_deleting_leaves_no_rows_and_says_what_others_need(sessions, database):
-    """`sharing` counts the tokens that other leaves share."""
     id, other = (sessions.record_turn(turn(talk(n))) for n in (0, 500))
     ids = sessions.leaves(id)[0].ids
     assert sorted(sessions.sharing("n", ids).values()) == [len(HEAD), len(ids)]
@@ -274,7 +262,6 @@ def test_deleting_leaves_no_rows_and_says_what_others_need(sessions, database):
 
 
 def test_clear_spares_what_is_pinned_unless_told(sessions):
-    """It returns the number of removed sessions."""
     ids = [sessions.record_turn(turn(talk(n))) for n in (0, 500, 900)]
     sessions.update(ids[0], pinned=True)
     assert sessions.clear() == 2
@@ -283,14 +270,12 @@ def test_clear_spares_what_is_pinned_unless_told(sessions):
 
 
 def test_the_list_is_by_last_use(sessions):
-    """Most recently used first, up to the limit."""
     ids = [sessions.record_turn(turn(talk(n * 100), at=float(n))) for n in range(3)]
     assert [row.id for row in sessions.all()] == ids[::-1]
     assert [row.id for row in sessions.all(limit=1)] == [ids[2]]
 
 
 def test_what_is_used_least_recently_goes_beyond_the_limits(sessions, monkeypatch):
-    """Pinned sessions and main leaves are never removed."""
     monkeypatch.setattr(session_rows, "MOST_SESSIONS", 2)
     monkeypatch.setattr(session_rows, "MOST_LEAVES", 2)
     first = sessions.record_turn(turn(talk(0), label="L", at=1.0))
@@ -306,7 +291,6 @@ def test_what_is_used_least_recently_goes_beyond_the_limits(sessions, monkeypatc
 
 
 def test_rows_survive_the_process(tmp_path):
-    """Recorded turns are there after reopening."""
     database = Database.open(tmp_path)
     id = Sessions(database).record_turn(turn(talk(0), label="L"))
     database.close()
@@ -317,7 +301,6 @@ def test_rows_survive_the_process(tmp_path):
 
 
 def test_a_temporary_database_leaves_no_file(tmp_path, monkeypatch):
-    """Not even one named `:memory:`."""
     monkeypatch.chdir(tmp_path)
     database = TemporaryDatabase()
     Sessions(database).record_turn(turn(talk(0)))
@@ -334,7 +317,6 @@ def from_file(id, **more):
 
 @pytest.mark.parametrize("id", ["../../x", 'ses_1"; filename="x', "ses_\r\nX: y", "ses_é", "", "x"])
 def test_a_file_cannot_bring_an_id_that_is_more_than_one(sessions, id):
-    """An id becomes part of headers and file names."""
     made = sessions.adopt(from_file(id), 1.0)
     assert made != id
     assert made.startswith("ses_")
@@ -353,7 +335,6 @@ def test_nobody_takes_the_id_that_anothers_label_will_have(sessions):
 
 
 def test_one_owners_replies_are_not_anothers(sessions):
-    """Replies are returned for the owner of their session only."""
     reply = ReplyRow(b"d", 1, "t", b"h", token_ids([1]), True, False, False, None)
     for owner in ("alice", None):
         sessions.record_turn(replace(turn(talk(0), label="work", owner=owner), reply=reply))

@@ -15,7 +15,7 @@ from mlxcache.store import snapshot_format, snapshots
 from mlxcache.store.kv_files import is_finite
 from mlxcache.store.snapshot_format import detect_format
 from mlxcache.store.snapshots import Snapshot, SnapshotExport, import_snapshot, read_snapshot
-from mlxcache.types import join_ids, token_ids
+from mlxcache.types import Tokens, join_ids, token_ids
 from tests.memory import peak_bytes
 from tests.store.session_of import (
     NAMESPACE,
@@ -27,13 +27,13 @@ from tests.store.session_of import (
     save,
     session,
     snapshot_in,
+    state,
     store_in,
     write,
 )
 
 
 def told(info: Any) -> dict[str, Any]:
-    """Fields of a session to compare."""
     fields = {k: getattr(info, k) for k in info.__slots__ if k not in ("leaves", "ids")}
     if hasattr(info, "leaves"):
         fields["leaves"] = [told(leaf) for leaf in info.leaves]
@@ -42,8 +42,13 @@ def told(info: Any) -> dict[str, Any]:
     return fields
 
 
+def exported(tmp_path: Path, ids: Tokens, **options: Any) -> Path:
+    """Save `ids` in the store `a`, and export them."""
+    save(store_in(tmp_path / "a"), ids, **options)
+    return snapshot_in(tmp_path / "s", store_in(tmp_path / "a"), session(ids))
+
+
 def moved(tmp_path: Path, info: Any, **options: Any) -> Snapshot:
-    """Copy `info` from the store `a` through a file into the new store `b`."""
     path = snapshot_in(tmp_path / "s", store_in(tmp_path / "a"), info)
     snapshot = read_snapshot(path, NAMESPACE, spec=SPEC, **options)
     assert told(import_snapshot(store_in(tmp_path / "b"), snapshot)) == told(info)
@@ -92,10 +97,7 @@ def test_what_is_not_on_disk_is_not_in_it_but_all_tokens_are(tmp_path: Path) -> 
 
 def test_a_model_with_states_alone(tmp_path: Path) -> None:
     ids = ids_of(500)
-    save(store_in(tmp_path / "a"), ids[:0], states=())
     store = store_in(tmp_path / "a")
-    from tests.store.session_of import state
-
     for position in (100, 500):
         store.write_checkpoint(ids[:position], state(ids[:position]))
     moved(tmp_path, session(ids))
@@ -132,8 +134,7 @@ def test_it_is_written_in_bounded_pieces_with_progress(
 ) -> None:
     monkeypatch.setattr(snapshots, "PIECE_BYTES", 20_000)
     ids = ids_of(1000)
-    save(store_in(tmp_path / "a"), ids, step=1000, states=[900])
-    path = snapshot_in(tmp_path / "s", store_in(tmp_path / "a"), session(ids))
+    path = exported(tmp_path, ids, step=1000, states=[900])
     steps: list[tuple[int, int]] = []
     snapshot = read_snapshot(path)
     import_snapshot(store_in(tmp_path / "b"), snapshot, lambda *at: steps.append(at))
@@ -156,8 +157,7 @@ def test_restoring_twice_writes_once(tmp_path: Path) -> None:
 
 def test_another_model_is_refused_by_namespace_and_both_are_named(tmp_path: Path) -> None:
     ids = ids_of(100)
-    save(store_in(tmp_path / "a"), ids)
-    path = snapshot_in(tmp_path / "s", store_in(tmp_path / "a"), session(ids))
+    path = exported(tmp_path, ids)
     with pytest.raises(SnapshotRefused) as refused:
         read_snapshot(path, "f" * 32, model="else/here")
     text = str(refused.value)
@@ -168,8 +168,7 @@ def test_another_model_is_refused_by_namespace_and_both_are_named(tmp_path: Path
 
 def test_other_shapes_and_unknown_ids_are_refused(tmp_path: Path) -> None:
     ids = ids_of(100)
-    save(store_in(tmp_path / "a"), ids)
-    path = snapshot_in(tmp_path / "s", store_in(tmp_path / "a"), session(ids))
+    path = exported(tmp_path, ids)
     for name, other in (("kv.0.0", ("F16", (2, 4))), ("kv.9.0", ("F32", (2, 4)))):
         with pytest.raises(SnapshotRefused, match="shapes"):
             read_snapshot(path, spec={**SPEC, name: other})
@@ -204,7 +203,6 @@ def test_numbers_are_finite_by_their_bits(dtype: str) -> None:
 def test_what_holds_nan_or_infinity_is_refused_and_nothing_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: float
 ) -> None:
-    """In its last token or its last state, with the right checksums, however it is read."""
     ids = ids_of(300)
     save(store_in(tmp_path / "a"), ids, states=[250])
     with poisoned(monkeypatch, name, value):
@@ -233,11 +231,9 @@ def test_a_text_longer_than_any_of_its_kind_is_refused(tmp_path: Path, field: st
 
 
 def test_ids_that_stand_for_an_image_come_back(tmp_path: Path) -> None:
-    """Ids of images are negative and accepted."""
     ids = ids_of(100)
     ids = join_ids(ids[:40], token_ids(~ids[40:60]), ids[60:])
-    save(store_in(tmp_path / "a"), ids)
-    path = snapshot_in(tmp_path / "s", store_in(tmp_path / "a"), session(ids))
+    path = exported(tmp_path, ids)
     store = store_in(tmp_path / "b")
     import_snapshot(store, read_snapshot(path, vocab_size=int(ids.max()) + 1))
     assert held(store, ids) == held(store_in(tmp_path / "a"), ids) > 60
@@ -248,8 +244,7 @@ def test_what_is_read_as_a_whole_is_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
     ids = ids_of(100)
-    save(store_in(tmp_path / "a"), ids, states=[100])
-    path = snapshot_in(tmp_path / "s", store_in(tmp_path / "a"), session(ids))
+    path = exported(tmp_path, ids, states=[100])
     monkeypatch.setattr(snapshot_format, limit, {"_MOST_ROW": 91, "MOST_STATE_BYTES": 74}[limit])
     with pytest.raises(SnapshotRefused):
         read_snapshot(path)
@@ -273,8 +268,7 @@ def test_kv_whose_prefix_was_evicted_meanwhile_is_left_out(
 
 def test_what_does_not_fit_the_cap_is_refused_before_it_evicts(tmp_path: Path) -> None:
     ids = ids_of(3000)
-    save(store_in(tmp_path / "a"), ids, step=3000)
-    path = snapshot_in(tmp_path / "s", store_in(tmp_path / "a"), session(ids))
+    path = exported(tmp_path, ids, step=3000)
     with pytest.raises(DiskFull):
         import_snapshot(store_in(tmp_path / "b", limit=300_000), read_snapshot(path))
     assert store_in(tmp_path / "b").stats().runs == 0
@@ -296,8 +290,7 @@ def test_whose_file_it_is(tmp_path: Path) -> None:
     import mlx.core as mx
 
     ids = ids_of(10)
-    save(store_in(tmp_path / "a"), ids)
-    path = snapshot_in(tmp_path / "s", store_in(tmp_path / "a"), session(ids))
+    path = exported(tmp_path, ids)
     assert detect_format(path) == "mlxcache"
     other = tmp_path / "o.safetensors"
     mx.save_safetensors(str(other), {"0.0": mx.zeros(3)}, {"1.0": "KVCache"})
@@ -314,12 +307,10 @@ def test_nothing_to_export(tmp_path: Path) -> None:
 
 
 def test_any_tool_can_read_it(tmp_path: Path) -> None:
-    """One tensor of a plain safetensors file holds the keys of a layer for the whole session."""
     import mlx.core as mx
 
     ids = ids_of(300)
-    save(store_in(tmp_path / "a"), ids)
-    path = snapshot_in(tmp_path / "s", store_in(tmp_path / "a"), session(ids))
+    path = exported(tmp_path, ids)
     read: Any = mx.load(str(path), format="safetensors", return_metadata=True)
     arrays, metadata = read
     assert metadata["format"] == "mlxcache-snapshot"

@@ -31,7 +31,6 @@ FUZZ = settings(
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """A snapshot with two leaves and a checkpoint."""
     folder = tmp_path_factory.mktemp("good")
     main = ids_of(LENGTH)
     agent = ids_of(130, 1, head=main[:SHARED])
@@ -127,7 +126,6 @@ def test_other_headers(tmp_path: Path, good: bytes, data: st.DataObject) -> None
 @FUZZ
 @given(data=st.data())
 def test_other_descriptions(tmp_path: Path, good: bytes, data: st.DataObject) -> None:
-    """Numbers of the description are others; its checksum tells, and before it the checks."""
     header = header_of(good)
     text = header["__metadata__"]["description"]
     value = json.loads(text)
@@ -192,7 +190,6 @@ def test_any_flipped_bit_is_seen(tmp_path: Path, good: bytes, at: int, bit: int)
 
 
 def test_swapped_blocks_are_seen(tmp_path: Path, good: bytes) -> None:
-    """Two blocks of KV in each other's place, their checksums with them."""
     header = header_of(good)
     start = 8 + struct.unpack("<Q", good[:8])[0]
     content = bytearray(good)

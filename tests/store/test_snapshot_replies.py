@@ -29,7 +29,6 @@ VOCABULARY = 500
 
 
 def reply(seed: int, ids: Tokens | None = None, **more: Any) -> ReplyRow:
-    """A reply to a prompt of its own."""
     given = ids_of(20, 1000 + seed) if ids is None else ids
     row = ReplyRow(
         bytes([seed]) * 16, 100 + seed, "assistant\n", b"", given, True, False, False, None
@@ -54,7 +53,6 @@ def held(info: SessionInfo) -> set[bytes]:
 
 
 def carried(tmp_path: Path, info: SessionInfo) -> SessionInfo:
-    """The session in the snapshot of `info`."""
     store = store_in(tmp_path / "a")
     save(store, info.leaves[0].ids[:64])
     path = snapshot_in(tmp_path / "s", store, replace(info, namespace=NAMESPACE))
@@ -62,7 +60,6 @@ def carried(tmp_path: Path, info: SessionInfo) -> SessionInfo:
 
 
 def test_they_are_those_of_the_sessions_own_conversations(sessions: Sessions, tmp_path: Path):
-    """Two agents' leaves; not a reply that was given up, nor another session's or owner's."""
     prompt = ids_of(80)
     first, dropped, second, agents = (reply(n) for n in range(4))
     work = sessions.record_turn(turn(prompt, first, label="work"))
@@ -81,7 +78,6 @@ def test_they_are_those_of_the_sessions_own_conversations(sessions: Sessions, tm
 
 
 def test_a_fork_and_a_conversation_under_another_label_keep_theirs(sessions: Sessions):
-    """Also once the session is gone in which they were given."""
     prompt = ids_of(80)
     first, second, third = (reply(n) for n in range(3))
     work = sessions.record_turn(turn(prompt, first, label="work"))
@@ -134,7 +130,6 @@ def test_every_field_comes_back(tmp_path: Path):
 
 
 def test_the_newest_are_kept_within_the_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Of replies, of their tokens, and of a header that any version reads."""
     monkeypatch.setattr(snapshot_format, "MOST_REPLY_TOKENS", 1000)
     rows = tuple(reply(n % 200, token_ids([n, 1]), length=n) for n in range(400))
     info = session(ids_of(100))
@@ -158,7 +153,6 @@ def test_the_newest_are_kept_within_the_bounds(tmp_path: Path, monkeypatch: pyte
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """A snapshot with two replies."""
     folder = tmp_path_factory.mktemp("good")
     store = store_in(folder / "store")
     ids = ids_of(100)
@@ -212,7 +206,6 @@ OTHERS: dict[str, tuple[str, Any]] = {
 
 
 def changed(good: bytes, field: str, value: Any) -> bytes:
-    """`good` with another value in the entries of its metadata, and a right checksum."""
     header = header_of(good)
     metadata = header["__metadata__"]
     if field in ("replies", "reply_ids"):
@@ -233,7 +226,6 @@ def test_damaged_ones_are_refused(good: bytes, tmp_path: Path, what: str):
 
 
 def test_those_of_a_later_version_are_left_out(good: bytes, tmp_path: Path):
-    """And a file without any is read as before."""
     assert read(tmp_path, changed(good, "version", 2)).replies == ()
     header = header_of(good)
     for key in ("replies", "reply_ids"):

@@ -48,7 +48,6 @@ def put(store, ids, positions):
 
 
 def save(store, ids, positions):
-    """Write checkpoints at `positions`."""
     for position in positions:
         store.write_checkpoint(ids[:position], large(ids[:position]))
 
@@ -59,18 +58,15 @@ def held(store, ids):
 
 
 def booked(sessions, ids, at):
-    """Record `ids` as a turn of the conversation with its first 100 tokens as key."""
     return sessions.record_turn(Turn(NAMESPACE, "model", ids, len(ids), 100, 0, at))
 
 
 def durable(store, sessions, session):
-    """Durable tokens of the main leaf of a session."""
     listed = sessions.listed([sessions.get(session)])
     return store.on_disk(listed, sessions.ids_of)[0].disk.tokens[0]
 
 
 def test_a_long_path_keeps_its_first_its_newest_and_some_between(store):
-    """Gaps grow with the distance to the end, within what the length allows."""
     ids = tokens(20_000)
     store.write_run(ids, 0, kv(ids))
     most = allowed(run_bytes(20_000), SIZE, LIMIT) // SIZE + 1  # the run's file has a header
@@ -86,7 +82,6 @@ def test_a_long_path_keeps_its_first_its_newest_and_some_between(store):
 
 
 def test_small_checkpoints_all_stay(store):
-    """A short path keeps the checkpoint of every message."""
     ids = tokens(4000)
     for position in range(400, 4001, 400):
         store.write_checkpoint(ids[:position], snapshot(ids[:position]))
@@ -94,7 +89,6 @@ def test_small_checkpoints_all_stay(store):
 
 
 def test_checkpoints_stay_linked_as_others_go(store):
-    """Each is linked to the one before it on its path that is still on disk."""
     ids = tokens(1400)
     save(store, ids, range(100, 1401, 100))
     query = "SELECT stop, (SELECT stop FROM file AS f WHERE f.id = file.previous) FROM file"
@@ -106,7 +100,6 @@ def test_checkpoints_stay_linked_as_others_go(store):
 
 
 def test_a_path_keeps_its_newest_when_another_goes_on(store):
-    """The newest four before the end of a fork are of two paths."""
     ids = tokens(4000)
     save(store, ids, range(100, 801, 100))
     before = held(store, ids)
@@ -118,7 +111,6 @@ def test_a_path_keeps_its_newest_when_another_goes_on(store):
 
 
 def test_the_newest_are_within_their_share(store):
-    """The least recently used are removed first, and of a path those between."""
     paths = [tokens(3000, seed) for seed in range(6)]
     most = 0
     for ids in paths:
@@ -143,7 +135,6 @@ def test_a_turn_that_is_not_booked_yet_takes_nothing_from_the_one_before(store):
 
 
 def test_a_fork_that_lags_behind_keeps_its_last_checkpoint(store):
-    """Also while the source session continues; without the fork it is removed."""
     ids, sessions = tokens(3400), Sessions(store.database)
     put(store, ids, [300, 600])
     session = booked(sessions, ids[:640], 1.0)
@@ -158,7 +149,6 @@ def test_a_fork_that_lags_behind_keeps_its_last_checkpoint(store):
 
 
 def test_other_conversations_keep_nothing(store):
-    """Leaves that end elsewhere, or of another model, keep no checkpoints of this path."""
     ids, sessions = tokens(2400), Sessions(store.database)
     other = Turn("another", "model", ids[:640], 640, 100, 0, 1.0)
     sessions.record_turn(other)
@@ -188,7 +178,6 @@ def test_ends_of_replies_that_were_left_go_first(store):
 
 
 def test_a_fork_keeps_the_end_of_its_reply(store):
-    """It stays regardless of age and length."""
     ids, sessions = tokens(6000), Sessions(store.database)
     put(store, ids, [200, 400])
     fork = branch(ids, 402, 460)

@@ -19,8 +19,6 @@ def run_job(ids: Tokens, start: int = 0, nbytes: int = 100, tag: object = None) 
 
 
 class Report:
-    """Record of the calls of `done`; can hold the thread."""
-
     def __init__(self) -> None:
         self.told: list[tuple[object, StoreError | None]] = []
         self.threads: set[str] = set()
@@ -42,7 +40,6 @@ class Report:
 
 
 def wait_until_done(writer: Writer) -> None:
-    """Wait for all that was offered so far."""
     done = threading.Event()
     writer.call(done.set)
     assert done.wait(10)
@@ -62,7 +59,6 @@ def writer(store, report):
 
 
 def test_jobs_are_written_in_the_order_of_their_offer(writer, store, report):
-    """Runs, checkpoints and actions are done in the order offered."""
     ids = tokens(900)
     seen: list[int] = []
     offers = [
@@ -80,7 +76,6 @@ def test_jobs_are_written_in_the_order_of_their_offer(writer, store, report):
 
 
 def test_offers_beyond_the_limit_are_refused_at_once(writer, report):
-    """Jobs are taken again once there is room, and callers never wait."""
     report.hold()
     assert writer.offer(run_job(tokens(100, 1), tag=1))
     assert report.held.wait(10)
@@ -97,14 +92,12 @@ def test_offers_beyond_the_limit_are_refused_at_once(writer, report):
 
 
 def test_an_empty_queue_takes_what_is_larger_than_its_limit(writer, report):
-    """An empty queue takes a job larger than the limit."""
     assert writer.offer(run_job(tokens(100), nbytes=10**9))
     wait_until_done(writer)
     assert report.told == [(None, None)]
 
 
 def test_an_error_is_reported_and_the_next_job_is_written(writer, store, report, caplog):
-    """Other errors become StoreError; errors of `done` are logged."""
     ids = tokens(300)
     writer.offer(Job(ids, 128, kv(ids, 128), 10, "no prefix"))
     writer.offer(Job(ids, 0, [], 10, "no tensors"))
@@ -125,7 +118,6 @@ def test_an_error_is_reported_and_the_next_job_is_written(writer, store, report,
 
 
 def test_a_full_disk_is_reported(folder, report):
-    """A failed job's bytes are no longer pending."""
     store = Store.open(folder, "n", 10**6, free_floor=0)
     writer = Writer(store, 10**9, report)
     ids = tokens(60_000)
@@ -139,7 +131,6 @@ def test_a_full_disk_is_reported(folder, report):
 
 
 def test_close_ends_after_the_job_in_hand(writer, store, report):
-    """Queued jobs are dropped, and new ones refused."""
     report.hold()
     writer.offer(run_job(tokens(100, 1), tag=1))
     assert report.held.wait(10)
