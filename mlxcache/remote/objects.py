@@ -117,7 +117,7 @@ class Objects:
 
     def head(self, name: str, within: float | None = None) -> int | None:
         """Return the bytes of an object's content, or None if it is absent."""
-        return self._wait(partial(self._head, self._stored(name)), self._reading, within)
+        return self.head_many([name], within)[0]
 
     def head_many(self, names: Sequence[str], within: float | None = None) -> list[int | None]:
         stored = [self._stored(name) for name in names]
@@ -127,13 +127,7 @@ class Objects:
         self, name: str, within: float | None = None, *, most: int = LARGEST_BYTES
     ) -> bytes | None:
         """Return the content of an object, or None if it is absent or damaged."""
-        work = partial(self._get, self._stored(name), most)
-        found: bytearray | Corrupt | None
-        try:
-            found = self._wait(work, self._reading, within)
-        except Corrupt as error:
-            found = error
-        return None if found is None else self._unwrap(name, found)
+        return self.get_many([name], within, most=most)[0]
 
     def get_many(
         self, names: Sequence[str], within: float | None = None, *, most: int = LARGEST_BYTES
@@ -222,10 +216,7 @@ class Objects:
         return self._form.stored_name(name)
 
     def _wait(self, work: Work[T], breaker: Breaker, within: float | None) -> T:
-        """Run `work()` on the remote's thread; wait for its result, at most `within` seconds.
-
-        Raises RemoteUnavailable, and Corrupt if `work` does.
-        """
+        """Run `work()` on the remote's thread; wait for its result, at most `within` seconds."""
         with self._submitting:
             if breaker.is_open or self._reading.is_open or self._closed:
                 raise self._unavailable()

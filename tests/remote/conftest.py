@@ -1,4 +1,4 @@
-"""An S3 server (moto), buckets in it, and a proxy with faults in front of it."""
+"""Remotes in a folder, and in an S3 server (moto) with a proxy with faults in front of it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import http.client
 import itertools
 import logging
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
+from mlxcache.remote.objects import Objects, open_remote
 from tests.remote.fault_proxy import FaultProxy
 
 _numbers = itertools.count()
@@ -59,3 +61,17 @@ def proxy(
     use_endpoint(made.url)
     yield made
     made.close()
+
+
+@pytest.fixture
+def share(tmp_path: Path) -> Path:
+    folder = tmp_path / "share"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def remote(share: Path) -> Iterator[Objects]:
+    objects = open_remote(f"file://{share}")
+    yield objects
+    objects.close()

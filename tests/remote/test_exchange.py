@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 
 from mlxcache.errors import RemoteUnavailable
 from mlxcache.remote import fetch, grid
-from mlxcache.remote.objects import Objects, open_remote
+from mlxcache.remote.objects import Objects
 from mlxcache.remote.tier import LOOKUPS
 from mlxcache.safetensors import Tensor, header_of
 from mlxcache.store.digests import Chain
@@ -28,21 +27,6 @@ def small_cells(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cells of four blocks; an object is little larger than its tensors."""
     monkeypatch.setattr(grid, "CELL_TOKENS", CELL)
     monkeypatch.setattr(fetch, "SPARE_BYTES", 4096)
-
-
-@pytest.fixture
-def share(tmp_path: Path) -> Path:
-    folder = tmp_path / "share"
-    folder.mkdir()
-    return folder
-
-
-@pytest.fixture
-def remote(share: Path) -> Iterator[Objects]:
-    """A remote in a folder."""
-    objects = open_remote(f"file://{share}")
-    yield objects
-    objects.close()
 
 
 def runs(share: Path) -> list[Path]:

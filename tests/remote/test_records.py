@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 from xxhash import xxh3_64_digest
 
 from mlxcache.prompt.canonical.canonicaliser import Canonicaliser
-from mlxcache.remote.objects import Objects, open_remote
+from mlxcache.remote.objects import Objects
 from mlxcache.remote.records import TRIES, Damaged, decode_replies, encode
 from mlxcache.store.reply_rows import ReplyRow
 from mlxcache.store.session_rows import Origin, Turn
@@ -21,16 +20,6 @@ from tests.remote.servers import server
 from tests.store.content import NAMESPACE, tokens
 
 ASKED = b"asked".ljust(16)
-
-
-@pytest.fixture
-def remote(tmp_path: Path) -> Iterator[Objects]:
-    """A remote in a folder."""
-    folder = tmp_path / "share"
-    folder.mkdir()
-    objects = open_remote(f"file://{folder}")
-    yield objects
-    objects.close()
 
 
 def reply(seed: int = 0, stopped: str | None = None) -> ReplyRow:

@@ -20,13 +20,6 @@ from mlxcache.remote.objects import open_configured, open_remote
 EXCHANGE = {"waiting": 2, "fetched_tokens": 64}
 
 
-@pytest.fixture
-def share(tmp_path):
-    folder = tmp_path / "share"
-    folder.mkdir()
-    return folder
-
-
 def metrics(figures) -> dict[str, dict[tuple[str, ...], float]]:
     now = arrange_figures(Figures(remote=figures | {"exchange": EXCHANGE}))
     return {

@@ -1,4 +1,4 @@
-"""Fixtures: a folder, and an open store in it."""
+"""Fixtures: a folder, an open store in it, and a disk."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from mlxcache.store.store import Store
+from tests.small_disk import small_disk
 from tests.store.content import opened
 
 
@@ -20,3 +21,10 @@ def folder(tmp_path: Path) -> Path:
 def store(folder: Path) -> Iterator[Store]:
     with opened(folder) as opened_store:
         yield opened_store
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A separate file system of 8 MB."""
+    with small_disk(tmp_path / "disk", 8) as place:
+        yield place

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -18,19 +17,13 @@ from mlxcache.store.folder import RESERVE_BYTES, SMALL_BYTES, Folder
 from mlxcache.store.leaves import conversation_key_tokens
 from mlxcache.store.lock import servers, serving
 from mlxcache.store.sessions import Sessions, Turn
-from tests.small_disk import fill, mount, small_disk
+from tests.small_disk import fill, mount
 from tests.store.content import NAMESPACE, assert_right, opened, put, tokens
 
 LIMIT = 4_000_000
 NO_FLOOR = -1
 ROW = 20
 """320 KB of KV in each session."""
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    with small_disk(tmp_path / "disk", 8) as place:
-        yield place
 
 
 def make_sessions(folder: Path, count: int = 3, limit: int = LIMIT) -> None:

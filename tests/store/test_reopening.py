@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from mlxcache.errors import DiskFull, StoreError, Vanished
 from mlxcache.store.leaves import conversation_key_tokens
 from mlxcache.store.sessions import Sessions, Turn
-from tests.small_disk import mount, small_disk
+from tests.small_disk import mount
 from tests.store.content import assert_right, opened, put, snapshot, tokens, turns
 
 
@@ -84,12 +82,6 @@ def test_folders_that_are_removed_one_by_one_are_made_again(folder):
         assert store.check() == []
         put(store, ids)
         assert assert_right(store, ids).length == 1000
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    with small_disk(tmp_path / "disk", 3) as place:
-        yield place
 
 
 def test_a_file_system_that_is_full_refuses_and_recovers(disk):
