@@ -69,12 +69,7 @@ def checkpoint_positions(chain: Chain, names: Sequence[str], most: int) -> list[
 
 
 def tail_ends(start: int, known: int, length: int, cell: int) -> list[int]:
-    """Return the positions, ascending, at which a tail that begins at `start` may end.
-
-    `start`: end of the last whole cell that was found. `known`: leading tokens whose KV the caller
-    has already; only ends after them are returned. `length`: tokens of the prompt. `cell`: tokens
-    of a cell.
-    """
+    """Return the positions, ascending and after `known`, at which a tail from `start` may end."""
     first = max(start, known // BLOCK * BLOCK) + BLOCK
     return list(range(first, min(length // BLOCK * BLOCK, start + cell - BLOCK) + 1, BLOCK))
 

@@ -44,12 +44,9 @@ class Holdings:
 
 
 def measure(url: RemoteUrl, form: Plain, step: Callable[[int], None]) -> Holdings:
-    """List all objects of the remote at `url` except the marker, and count them.
+    """Count all objects of the remote except the marker; `step(n)` is told how many so far.
 
-    `form`: how their names are stored. An object's kind is the third part of its name, such as
-    "run"; it is `FOREIGN` for names under another key or of no known kind. `step(n)` is called with
-    the number of objects counted so far. Blocks for about a second per 5,000 objects. Raises
-    RemoteUnavailable.
+    Blocks for about a second per 5,000 objects. Raises RemoteUnavailable.
     """
     holdings, now = Holdings(), datetime.now(UTC)
 
@@ -68,9 +65,8 @@ def prune(url: RemoteUrl, older_than: timedelta, step: Callable[[int], None]) ->
     """Remove all objects that were written more than `older_than` ago, under any key.
 
     The marker stays, and so do objects behind a symbolic link in a shared folder. Servers may run
-    in the meantime. Returns the number of objects removed, and their bytes. `step(n)` is called
-    with the number of objects removed so far. Raises RemoteUnavailable; what was removed until then
-    stays removed.
+    in the meantime. Returns the number of objects removed, and their bytes. `step(n)` is told how
+    many so far. Raises RemoteUnavailable.
     """
     count = freed = 0
     limit = datetime.now(UTC) - older_than

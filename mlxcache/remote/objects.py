@@ -49,10 +49,9 @@ class Limits:
     """Time limits of operations, and how many run at once.
 
     An operation may take `operation_s` seconds, and in addition the time for its bytes at
-    `least_down` (reading) or `least_up` (writing) bytes per second. `start_s`: seconds for the
-    check of the marker at the start. `probe_s`: seconds before the first probe of a remote that is
-    skipped. Most operations that run at once: `small` of those that move no content of an object,
-    `large` of those that do.
+    `least_down` (reading) or `least_up` (writing) bytes per second. `start_s`: that of the check at
+    the start. `probe_s`: pause before the first probe. At most `small` operations that move no
+    content, and `large` that do, run at once.
     """
 
     operation_s: float = 2.0
@@ -491,11 +490,10 @@ def open_remote(
     limits: Limits = LIMITS,
     marks: bool = True,
 ) -> Objects:
-    """Open the remote at `url`, check its key and return it. Blocks for `Limits.start_s` at most.
+    """Open the remote at `url`, check its key and return it; see `Objects`.
 
     A remote that cannot be reached is skipped until it can be. `key`: 32 bytes to seal names and
-    contents with. `marks`: write the marker if it is absent. Raises ConfigError for a URL that
-    cannot be used, and if the remote is already used with another key (no key counts as one).
+    contents with. Raises ConfigError for a URL that cannot be used, and for another key.
     """
     try:
         address = read_remote_url(url)

@@ -1,8 +1,7 @@
 """Content of the objects of runs and checkpoints: made from the store's files, and verified.
 
 The object of a run has the format of a run file of the store, and holds the KV of one cell or tail.
-It is made from the run files that cover these tokens. The object of a checkpoint is the
-checkpoint's file. See docs/disk-format.md.
+The object of a checkpoint is the checkpoint's file. See docs/disk-format.md.
 """
 
 from __future__ import annotations
@@ -32,11 +31,7 @@ from mlxcache.types import Tokens
 
 @dataclass(frozen=True, slots=True)
 class FetchedRun:
-    """The verified KV of a prompt's tokens [start, stop) from the remote, to be saved on disk.
-
-    `tensors` have one row for each token. `late`: names of the tensors of sliding-window layers. A
-    prompt that continues far beyond `stop` does not read them.
-    """
+    """The verified KV of a prompt's tokens [start, stop) from the remote, to be saved on disk."""
 
     start: int
     stop: int

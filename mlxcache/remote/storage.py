@@ -175,13 +175,11 @@ class Stored:
 
 
 class Storage:
-    """Client of the storage at `url`. Raises ConfigError if `url` cannot be used.
+    """Client of the storage at `url`. Methods raise Failure, and no other error.
 
     Failed operations are not repeated, and only connecting has a time limit: callers cancel an
-    operation that takes too long, which closes its connection. Methods raise Failure, and no other
-    error. The folder of a `file://` URL must exist when the client is made, else ConfigError is
-    raised: a share that is not mounted would be replaced by a local folder. Nothing is sent before
-    the first operation.
+    operation that takes too long, which closes its connection. Raises ConfigError if `url` cannot
+    be used, also for a missing folder: a share that is not mounted would become a local folder.
     """
 
     def __init__(self, url: RemoteUrl):
@@ -283,9 +281,8 @@ def _connect(url: RemoteUrl) -> ObjectStore:
 def _s3_config() -> S3Config:
     """Return the options of S3 that obstore does not read from the environment itself.
 
-    These are the endpoint, for which plain HTTP must be allowed explicitly, and the access keys and
-    the region from ~/.aws (profile AWS_PROFILE), each if the environment has none. Raises
-    ConfigError if a file there is malformed.
+    They are the endpoint, since plain HTTP must be allowed explicitly, and what ~/.aws has (profile
+    AWS_PROFILE) where the environment has none.
     """
     found: S3Config = {}
     profile = os.environ.get("AWS_PROFILE") or "default"

@@ -1,6 +1,5 @@
-"""Uploading: KV that is on disk is also put into the remote, in the background.
+"""Uploading: KV that is on disk is also put into the remote, in the background, records first.
 
-One thread uploads, small records before KV. What cannot be uploaded now stays in a bounded queue.
 If KV is dropped from a full queue, it is uploaded with the conversation's next turn.
 """
 

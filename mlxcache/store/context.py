@@ -103,7 +103,6 @@ class StoreContext:
         self.count("evicted", len(self.space.make_room(connection, coming, has_row=has_row)))
 
     def check_present(self) -> None:
-        """Raise Vanished if the folder or its index was removed or replaced since it was opened."""
         if not self.database.is_there():
             raise Vanished(
                 f"{self.folder.path} was removed, or replaced by another folder. "
@@ -132,7 +131,6 @@ class StoreContext:
         return True
 
     def close(self) -> None:
-        """Call `write_uses`, which is given up after `CLOSE_S` seconds, and close the folder."""
         self.database.check_before(None)
         with (
             suppress(StoreError),

@@ -57,11 +57,7 @@ class Space:
         return read_totals(connection).disk + self.folder.overhead()
 
     def estimate(self, nbytes: int, tokens: int) -> int:
-        """Return an upper bound of the disk space for a file of `nbytes` bytes and its index row.
-
-        Includes the unused part of the last file-system block, file-system metadata, and the growth
-        of folders.
-        """
+        """Return an upper bound of the disk space of a file, its index row, and growing folders."""
         size = self.folder.block_size()
         whole = (nbytes + size - 1) // size * size
         return whole + nbytes // 1024 + 4 * size + ROW_BYTES + TOKEN_BYTES * tokens
@@ -156,10 +152,7 @@ def files_to_evict(
 def ranked_files(
     connection: sqlite3.Connection, need: int, *, partly: bool = False
 ) -> list[Row] | None:
-    """Choose files as `files_to_evict` does, by ranks that are up to date already.
-
-    Writes nothing.
-    """
+    """Choose files as `files_to_evict` does, by ranks that are up to date already."""
     chosen: list[Row] = []
     with closing(_Order(connection)) as order:
         while need > 0:

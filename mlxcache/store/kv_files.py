@@ -290,11 +290,7 @@ def read_range(fd: int, at: int, into: memoryview) -> None:
 def check_run(
     fd: int, namespace: str, base: bytes, piece: Piece, ids: Tokens, *, late: bool = True
 ) -> None:
-    """Check that an open run file contains the KV of `ids` that `piece` describes.
-
-    `base`: digest of the prefix before the run. Unless `late`, the tensors of sliding windows are
-    not read. Raises Malformed and OSError.
-    """
+    """Check that an open run file contains the KV of `ids` that `piece` describes."""
     content = read_run(fd)
     if content.namespace != namespace or content.base != base:
         raise Malformed("it belongs to another prefix")

@@ -95,10 +95,7 @@ def serving(
 
 @contextmanager
 def exclusive_lock(cache_dir: Path) -> Iterator[None]:
-    """Context manager: hold the exclusive lock of a command that changes the folder.
-
-    Raises InUse, with the addresses of servers that run, or StoreError.
-    """
+    """Context manager: hold the exclusive lock of a command that changes the folder."""
     with _locked(cache_dir, fcntl.LOCK_EX) as free:
         if not free:
             names = " and ".join(

@@ -378,11 +378,7 @@ class StoreReopener:
         self._missed_at: float | None = None
 
     def __call__(self) -> None:
-        """Reopen the folder if needed; a missing one is created again.
-
-        Raises Vanished until it has been missing for `MISSING_S` seconds, or while its disk is not
-        mounted, and StoreError if it cannot be created or its index cannot be used.
-        """
+        """Raise Vanished until it is missing for `MISSING_S`, or while its disk is not mounted."""
         if self._context.database.is_there() and not self._reopening and not self._is_writable():
             self._missed_at = None
             return

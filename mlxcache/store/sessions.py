@@ -247,11 +247,7 @@ class Sessions:
             return db.execute(f"DELETE {gone}", (pinned,)).rowcount
 
     def fork(self, id: str, at: float, name: str | None = None, tokens: int | None = None) -> str:
-        """Insert a new session with the main leaf of session `id`, and return its id.
-
-        Only the first `tokens` tokens of the leaf are copied, or all if None. `at`: seconds since
-        1970. Raises BadRequest if `tokens` is not a number of the leaf's tokens.
-        """
+        """Insert a session with the first `tokens` tokens of the main leaf of `id`, or all."""
         with self._database.write() as db:
             source = rows.read_session(db, id)
             main = next(iter(rows.read_leaves(db, "session = ? AND kind = 'main'", (id,))), None)

@@ -123,8 +123,7 @@ class Store:
     def find(self, ids: Tokens, *, touch: bool = True) -> Found:
         """Find the longest prefix of `ids` on disk, to the token, and the checkpoints along it.
 
-        `touch`: count this as a use of the files found, which delays their eviction; see
-        `note_uses`.
+        `touch`: count this as a use of the files found, which delays their eviction.
         """
         return self._look_up(ids, touch=touch)
 
@@ -425,10 +424,7 @@ class Store:
         self.context.count("verified")
 
     def _is_sound_for_others(self, file: Piece | Saved, own: set[int], keep: int) -> bool:
-        """Return whether `file` is a run that other paths use too, with finite values after `keep`.
-
-        `own`: ids of the files of the examined path that reach beyond `keep`.
-        """
+        """Return whether it is a run that other paths use too, with finite values after `keep`."""
         if isinstance(file, Saved):
             return False
         with self.database.read() as connection:
@@ -452,46 +448,38 @@ def _problems(context: StoreContext, progress: Progress) -> Iterator[tuple[Probl
         with context.database.steady() as connection:  # no file is added or removed while listing
             context.check_present()
             (verdict,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
-            rows = {
-                context.folder.file(row.kind, row.digest): row for row in index.rows(connection)
-            }
+            rows = _paths(context, connection)
             present = [Path(entry.path) for _, entry in context.folder.files()]
         if verdict != "ok":
             yield Problem(context.folder.index, f"is damaged: {verdict}"), None
         for path in present:
             if path not in rows and not is_being_written(context.folder, path):
                 left = path.name.endswith(TEMP_SUFFIX)
-                yield (
-                    Problem(
-                        path, "was left by a process that ended" if left else "is not in the index"
-                    ),
-                    None,
-                )
+                what = "was left by a process that ended" if left else "is not in the index"
+                yield Problem(path, what), None
         ids = {row.id for row in rows.values()}
         for number, (path, row) in enumerate(rows.items(), start=1):
             context.database.check_open()  # a closing server does not wait for this
-            if what := _row_problem(context, path, row, ids):
-                yield Problem(path, what), row
+            if wrong := _row_problem(context, path, row, ids):
+                yield Problem(path, wrong), row
             progress(number, len(rows))
 
 
 def _remove_problems(context: StoreContext, progress: Progress) -> None:
+    strays: set[Path] = set()
     for problem, row in list(_problems(context, progress)):
         if row is not None:
             context.remove_file(row.id, corrupt=True)
         elif problem.path != context.folder.index:
-            with context.database.write() as connection:
-                if not _has_row(context, connection, problem.path):
-                    remove(problem.path)
+            strays.add(problem.path)
+    if strays:
+        with context.database.write() as connection:  # another process may have added them
+            for path in strays - _paths(context, connection).keys():
+                remove(path)
 
 
-def _has_row(context: StoreContext, connection: sqlite3.Connection, path: Path) -> bool:
-    try:
-        digest = bytes.fromhex(path.stem)
-    except ValueError:
-        return False  # its name is not that of a file of the store
-    rows = index.rows(connection, "kind IN (?, ?) AND digest = ?", *KINDS, digest)
-    return any(context.folder.file(row.kind, row.digest) == path for row in rows)
+def _paths(context: StoreContext, connection: sqlite3.Connection) -> dict[Path, Row]:
+    return {context.folder.file(row.kind, row.digest): row for row in index.rows(connection)}
 
 
 def _row_problem(context: StoreContext, path: Path, row: Row, ids: Collection[int]) -> str | None:

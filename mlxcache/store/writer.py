@@ -86,10 +86,7 @@ class Writer:
             return True
 
     def call(self, action: Callable[[], None], what: str = "a queued action") -> None:
-        """Run `action` on the writer's thread after the jobs offered before; log any exception.
-
-        `what` describes `action` in the log. Does not block. `close` drops actions that still wait.
-        """
+        """Run `action` on the writer's thread after the jobs offered before; log any exception."""
         with self._state:
             if not self._closing:
                 self._add(lambda: self._run_logged(what, action))

@@ -15,7 +15,6 @@ from mlxcache.errors import DiskFull, PrefixNotStored, StoreError
 from mlxcache.store import index
 from mlxcache.store.digests import Chains
 from mlxcache.store.folder import Folder
-from mlxcache.store.index import Row
 from mlxcache.store.store import Store
 from tests.sampler import Sampler
 from tests.store.content import (
@@ -31,7 +30,6 @@ from tests.store.content import (
     tokens,
     turns,
 )
-from tests.store.ranked import evicted
 
 MB = 10**6
 
@@ -263,21 +261,6 @@ def test_room_can_be_made_for_rows_of_others(folder):
         assert on_disk(folder) <= 4 * MB
         with pytest.raises(DiskFull):
             store.make_room(7 * MB)
-
-
-def checkpoint(id: int, previous: int | None, used: float = 5.0) -> Row:
-    return Row(id, "checkpoint", b"", b"", b"", id, id, 1, 10, used, None, previous, None)
-
-
-def test_the_first_checkpoint_of_a_path_goes_last():
-    rows = [checkpoint(1, None), checkpoint(2, 1), checkpoint(3, 2)]
-    assert evicted(rows, 30) == [3, 2, 1]
-
-
-def test_a_checkpoint_that_others_follow_was_used_when_they_were():
-    rows = [checkpoint(1, None, 1.0), checkpoint(2, 1, 2.0), checkpoint(3, 2, 3.0)]
-    rows += [checkpoint(4, 1, 4.0), checkpoint(5, 4, 4.5)]
-    assert evicted(rows, 50) == [3, 2, 5, 4, 1]
 
 
 ROOT = Path(__file__).parents[2]

@@ -50,22 +50,3 @@ def test_two_servers_count_together(folder):
         assert counts(other) == [1, 4]
         one.clear()
         assert counts(other) == []
-
-
-def test_an_index_that_lacks_a_table_is_rebuilt(folder):
-    ids = tokens(200)
-    with opened(folder, 8 << 20) as store:
-        store.write_run(ids, 0, kv(ids))
-        with store.database.write() as connection:
-            connection.execute("DROP TABLE found")
-    with opened(folder, 8 << 20) as store:
-        assert store.find(ids).length == 200
-        assert store.stats().quarantined == 1
-        store.reused(store.find(ids), 200)
-        store.note_uses()
-        assert counts(store) == [1]
-    for path in folder.glob("index.sqlite*"):
-        path.unlink()
-    with opened(folder, 8 << 20) as store:
-        assert store.find(ids).length == 200
-        assert counts(store) == []

@@ -7,8 +7,7 @@ import time
 
 import pytest
 
-from mlxcache.errors import DiskFull, PrefixNotStored, StoreError
-from mlxcache.store.store import Store
+from mlxcache.errors import PrefixNotStored, StoreError
 from mlxcache.store.writer import Job, Writer
 from mlxcache.types import Tokens
 from tests.store.content import assert_right, kv, snapshot, tokens
@@ -91,12 +90,6 @@ def test_offers_beyond_the_limit_are_refused_at_once(writer, report):
     assert writer.offer(run_job(tokens(100, 6), nbytes=10**9, tag=6))
 
 
-def test_an_empty_queue_takes_what_is_larger_than_its_limit(writer, report):
-    assert writer.offer(run_job(tokens(100), nbytes=10**9))
-    wait_until_done(writer)
-    assert report.told == [(None, None)]
-
-
 def test_an_error_is_reported_and_the_next_job_is_written(writer, store, report, caplog):
     ids = tokens(300)
     writer.offer(Job(ids, 128, kv(ids, 128), 10, "no prefix"))
@@ -115,19 +108,6 @@ def test_an_error_is_reported_and_the_next_job_is_written(writer, store, report,
     wait_until_done(writer)
     assert writer.offer(run_job(tokens(100, 6), nbytes=10**9))
     assert "cannot be told" in caplog.text
-
-
-def test_a_full_disk_is_reported(folder, report):
-    store = Store.open(folder, "n", 10**6, free_floor=0)
-    writer = Writer(store, 10**9, report)
-    ids = tokens(60_000)
-    writer.offer(run_job(ids))
-    wait_until_done(writer)
-    ((_, error),) = report.told
-    assert isinstance(error, DiskFull)
-    assert writer.offer(run_job(tokens(100), nbytes=10**10))
-    writer.close()
-    store.close()
 
 
 def test_close_ends_after_the_job_in_hand(writer, store, report):
