@@ -51,9 +51,8 @@ class Part(msgspec.Struct, frozen=True):
     """Tensors of KV that a whole model or one rank caches.
 
     `rows`: for each tensor of a run its name, dtype, number of heads, and values of a head per
-    token. `states`: for each slot that needs checkpoints, dtype and shape of each array of its
-    state. `classes`: mlx-lm's names of the classes of these slots. `first_layer`: index of the
-    first layer that the rank has, 0 for the whole model.
+    token. `states`: for each slot that needs checkpoints, the arrays of its state. `classes`:
+    mlx-lm's names of the classes of these slots. `first_layer`: the first layer that the rank has.
     """
 
     rows: list[tuple[str, str, int, int]] = []
@@ -63,7 +62,6 @@ class Part(msgspec.Struct, frozen=True):
 
 
 def part_of(layout: Layout, first_layer: int = 0) -> Part:
-    """Return the tensors that a model, or a rank's part of one, with this `layout` caches."""
     rows = [(name, dtype, *shape) for name, (dtype, shape) in run_spec(layout).items()]
     states = [_shapes(state) for state in layout.states]
     classes = [adapter.name for adapter in layout.checkpointed]
@@ -90,10 +88,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Division of an array of a state: its `axis` into `segments`, and each evenly among ranks.
-
-    `segments`: their lengths along that axis, in the array of the whole model.
-    """
+    """Division of an array of a state: its `axis` into `segments`, and each evenly among ranks."""
 
     axis: int
     segments: tuple[int, ...]
@@ -103,10 +98,9 @@ class Cut:
 class Division:
     """Division of a model's KV among `size` ranks.
 
-    `mode`: by parts of layers ("tensor") or by layers ("pipeline"). `spec`: tensors of a run of the
-    whole model. `parts`: the tensors of each rank. `rows`: by the name of each tensor in `spec`,
-    the ranks that have it, in the order of heads; a single one if all ranks have the same. `cuts`:
-    for each slot with a state the cut of each array, None if all ranks have the same; empty for a
+    `spec`: tensors of a run of the whole model. `rows`: by the name of each tensor in `spec`, the
+    ranks that have it, in the order of heads; a single one if all ranks have the same. `cuts`: for
+    each slot with a state the cut of each array, None if all ranks have the same; empty for a
     pipeline.
     """
 
@@ -119,16 +113,14 @@ class Division:
 
     @property
     def pipelined(self) -> list[int]:
-        """The numbers of the ranks in the order of the layers that they have in a pipeline."""
         return sorted(range(self.size), key=lambda rank: self.parts[rank].first_layer)
 
     # -- rows of a run -----------------------------------------------------------------------------
 
     def join_rows(self, name: str, parts: Sequence[bytes]) -> bytes:
-        """Join the parts that the ranks have of some rows of the whole model's tensor `name`.
+        """Join the parts that the members of `rows[name]` have of some rows of that tensor.
 
-        `parts`: for each member of `rows[name]`, in that order, the bytes of the same rows, one row
-        for each position. Returns the bytes of these rows with all heads.
+        Returns the bytes of these rows with all heads.
         """
         held = self.rows[name]
         if len(held) == 1:
@@ -142,7 +134,6 @@ class Division:
         return np.concatenate(arrays, axis=1).tobytes()
 
     def cut_rows(self, tensors: Sequence[Tensor], rank: int) -> list[Tensor]:
-        """Return the tensors of a run that `rank` has, cut out of those of the whole model."""
         found = {tensor.name: tensor for tensor in tensors}
         made = []
         for name, dtype, heads, dim in self.parts[rank].rows:
@@ -155,7 +146,6 @@ class Division:
         return made
 
     def _place(self, rank: int, name: str) -> tuple[str, int]:
-        """Return the name of the whole model's tensor of which a rank's tensor `name` is a part."""
         for whole, held in self.rows.items():
             for one in held:
                 if (one.rank, one.name) == (rank, name):
@@ -165,7 +155,6 @@ class Division:
     # -- states ------------------------------------------------------------------------------------
 
     def join_states(self, parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-        """Join the parts of a checkpoint from all ranks; return the tensors of the whole one."""
         slots = [split_state(tensors) for tensors in parts]
         if self.mode == "pipeline":
             return packed_state([slot for rank in self.pipelined for slot in slots[rank]])
@@ -180,7 +169,6 @@ class Division:
         return packed_state(joined)
 
     def cut_states(self, tensors: Sequence[Tensor], rank: int) -> list[Tensor]:
-        """Return the tensors of a checkpoint that `rank` has, cut from the whole model's."""
         slots = split_state(tensors)
         whole = sum(len(part.states) for part in self.parts)
         if len(slots) != (whole if self.mode == "pipeline" else len(self.cuts)):
@@ -202,9 +190,7 @@ class Division:
 def find_division(whole: Part, parts: Sequence[Part], mode: Mode, model_type: str) -> Division:
     """Return how the KV of a model is divided among ranks.
 
-    `whole`: tensors of the undivided model. `parts`: those of each rank, from rank 0. `model_type`:
-    that of the model's config.json. Raises Unsupported if the parts do not follow the rule for
-    their class of cache; see the module.
+    Raises Unsupported if the parts do not follow the rule for their class of cache; see the module.
     """
     spec = {name: (dtype, (heads, dim)) for name, dtype, heads, dim in whole.rows}
     held = tuple(parts)
@@ -222,7 +208,6 @@ def find_division(whole: Part, parts: Sequence[Part], mode: Mode, model_type: st
 
 
 def _layers(whole: Part, parts: Sequence[Part]) -> dict[str, tuple[Rows, ...]]:
-    """Return the rank that has each tensor of the whole model, divided by layers."""
     order = sorted(range(len(parts)), key=lambda rank: parts[rank].first_layer)
     rows: dict[str, tuple[Rows, ...]] = {}
     slots = 0
@@ -241,7 +226,6 @@ def _layers(whole: Part, parts: Sequence[Part]) -> dict[str, tuple[Rows, ...]]:
 
 
 def _heads(whole: Part, parts: Sequence[Part]) -> dict[str, tuple[Rows, ...]]:
-    """Return the ranks that have each tensor of the whole model, divided by heads."""
     rows: dict[str, tuple[Rows, ...]] = {}
     for index, (name, dtype, heads, dim) in enumerate(whole.rows):
         own = [part.rows[index] if index < len(part.rows) else None for part in parts]
@@ -262,7 +246,6 @@ def _heads(whole: Part, parts: Sequence[Part]) -> dict[str, tuple[Rows, ...]]:
 def _cuts(
     name: str, model_type: str, whole: Sequence[ArrayShape], parts: Sequence[Sequence[ArrayShape]]
 ) -> list[Cut | None]:
-    """Return the cut of each array of a slot's state."""
     refused = Unsupported(f"States of the class {name} of {model_type} cannot be divided.")
     if any(part != parts[0] or len(part) != len(whole) for part in parts):
         raise refused
@@ -288,7 +271,6 @@ def _cuts(
 def _segments(
     name: str, model_type: str, shape: Sequence[int | None], state: Sequence[ArrayShape]
 ) -> tuple[int, ...] | None:
-    """Return the lengths of the segments in which an array of a state is divided; see `Cut`."""
     if name in BY_HEADS or (name == RECURRENT and len(shape) == 4):
         return (shape[1] or 0,)
     recurrent = [other for _, other in state if len(other) == 4]
@@ -307,7 +289,7 @@ class SlotState:
     """State of one slot.
 
     `tree`: its nested structure as lists, numbers and None, with {"array": index} in place of each
-    array. `arrays`: the arrays, by that index.
+    of the `arrays`.
     """
 
     tree: Any
@@ -315,7 +297,6 @@ class SlotState:
 
 
 def split_state(tensors: Sequence[Tensor]) -> list[SlotState]:
-    """Split the tensors of a checkpoint into those of each slot."""
     found = {tensor.name: tensor for tensor in tensors}
     try:
         trees = json.loads(bytes(found.pop(SKELETON).bytes))
@@ -331,11 +312,7 @@ def split_state(tensors: Sequence[Tensor]) -> list[SlotState]:
 
 
 def _numbered(tree: Any, found: dict[str, Tensor], arrays: list[Tensor]) -> Any:
-    """Move the arrays that `tree` refers to from `found` to the end of `arrays`.
-
-    `tree`: part of the skeleton of a checkpoint. Returns it with {"array": index in `arrays`} for
-    each array. `found`: tensors by name. Raises KeyError for an array that is not in it.
-    """
+    """Move the arrays that `tree`, a part of a skeleton, refers to from `found` to `arrays`."""
     if isinstance(tree, list):
         return [_numbered(each, found, arrays) for each in tree]
     if isinstance(tree, dict):
@@ -345,7 +322,6 @@ def _numbered(tree: Any, found: dict[str, Tensor], arrays: list[Tensor]) -> Any:
 
 
 def packed_state(slots: Sequence[SlotState]) -> list[Tensor]:
-    """Return the tensors of a checkpoint with these slots, in the form that `split_state` takes."""
     trees: list[Any] = []
     arrays: list[Tensor] = []
     for slot in slots:

@@ -20,8 +20,7 @@ from mlxcache.model import kv, rows, serialise
 from mlxcache.model.kv import Caches, Layout, State
 from mlxcache.model.lineage import Lineage, Span
 from mlxcache.ranks import operations as op
-from mlxcache.ranks.group_snapshots import SnapshotParts
-from mlxcache.store.found import Found, Saved
+from mlxcache.ranks.group_snapshots import SnapshotParts, saved_at
 from mlxcache.store.parts import Mode, PartName
 from mlxcache.store.store import Store
 from mlxcache.types import Tokens, ids_of_bytes
@@ -34,10 +33,8 @@ _MESSAGE = msgspec.msgpack.Decoder(op.Message)
 class Follower:
     """The lineages, checkpoints, batches and pending tokens of one rank, by number.
 
-    Rank 0 chooses the numbers. `model`, `layout`: this rank's part of the model, and the layout of
-    its KV. `group`: MLX's group of all ranks. `open_store(operation)` returns the rank's own store
-    for an operation `Open`; if it is None, this rank has no disk tier. `rank`: the rank's number.
-    `vitals()` returns the latest state of this machine. MLX thread only, except `answer`.
+    `open_store(operation)` returns the rank's own store; None if this rank has no disk tier. MLX
+    thread only, except `answer`.
     """
 
     def __init__(
@@ -71,7 +68,6 @@ class Follower:
 
     @property
     def counts(self) -> tuple[int, int, int]:
-        """Counts of the lineages, checkpoints and batches that this rank holds, in this order."""
         return len(self._lineages), len(self._states), len(self._batches)
 
     def answer(self, question: op.AnyQuestion) -> op.Answer:
@@ -112,7 +108,6 @@ class Follower:
         return op.Answer()
 
     def _remove(self, ids: Tokens, keep: int, mode: Mode, size: int) -> None:
-        """Have files removed that this rank wrote in a group of `size` ranks, divided by `mode`."""
         if self._rank < size:
             part = PartName(self._namespace, mode, self._rank, size).namespace
             self._change(lambda store: store.for_namespace(part).remove_beyond(ids, keep))
@@ -127,7 +122,6 @@ class Follower:
         return self._verify(question)
 
     def _find(self, ids: bytes, *, touch: bool) -> tuple[int, list[int] | None]:
-        """Return how many leading tokens of `ids` are on disk, and the positions of checkpoints."""
         if self.store is None:
             return 0, []
         try:
@@ -139,11 +133,7 @@ class Follower:
         return found.length, saved
 
     def _verify(self, question: op.Verify | op.VerifyState) -> op.Answer:
-        """Verify the files that rank 0 will load next, and return the answer to `question`.
-
-        The answer's `failure` is set if one of them cannot be used. Blocks while they are read. Any
-        thread.
-        """
+        """Verify the files that rank 0 will load next. Blocks while they are read."""
         try:
             store, ids = self._opened, ids_of_bytes(question.ids)
             found = store.find(ids)
@@ -154,7 +144,7 @@ class Follower:
                     if piece.start < question.end and question.start < piece.end:
                         store.verify(piece, ids, late=question.late)
             elif self.layout.checkpointed:
-                store.verify_checkpoint(_checkpoint_at(len(ids), found), ids)
+                store.verify_checkpoint(saved_at(len(ids), found), ids)
         except StoreError as error:
             return op.Answer(failure=str(error))
         return op.Answer()
@@ -172,10 +162,7 @@ class Follower:
             self._outcomes.setdefault(key, deque()).append(answer)
 
     def obey(self, data: bytes) -> bool:
-        """Repeat the operation of a message of rank 0; return False if that operation is `End`.
-
-        `data`: a `Message`, encoded as msgpack. First drops the objects that rank 0 has dropped.
-        """
+        """Repeat an operation of rank 0, an encoded `Message`; return False if it is `End`."""
         message = _MESSAGE.decode(data)
         self._began_at = time.monotonic()
         for number in message.dropped:
@@ -197,7 +184,6 @@ class Follower:
     # -- the objects that numbers name -------------------------------------------------------------
 
     def lineage(self, number: int) -> Lineage:
-        """Return the lineage with this number. Raises KeyError if there is none."""
         return self._lineages[number]
 
     def _lineage(self, number: int, length: int) -> Lineage:
@@ -224,8 +210,8 @@ class Follower:
     def share(self, logits: mx.array) -> mx.array:
         """Return the tokens that rank 0 draws in this pass, as a lazy array of shape (rows,).
 
-        `logits`: this rank's own, shape (rows, 1, vocabulary). Their values are not used; they only
-        let the exchange of tokens begin after the pass that computes them.
+        The values of this rank's own `logits` are not used; they only let the exchange of tokens
+        begin after the pass that computes them.
         """
         none = mx.depends([mx.zeros(len(logits), mx.int32)], [logits])[0]  # after the same pass
         return mx.distributed.all_sum(none, group=self._group)
@@ -272,12 +258,9 @@ class Follower:
         lineage.fill([self._span(span) for span in it.sources], it.capacity)
 
     @_do.register
-    def _(self, it: op.Truncate) -> None:
-        self._lineage(it.lineage, it.length).truncate(it.to)
-
-    @_do.register
-    def _(self, it: op.Pretend) -> None:
-        self._lineage(it.lineage, it.length).pretend(it.to)
+    def _(self, it: op.Change) -> None:
+        change = getattr(self._lineage(it.lineage, it.length), it.verb)
+        change() if it.to is None else change(it.to)
 
     @_do.register
     def _(self, it: op.AppendSpan) -> None:
@@ -291,18 +274,6 @@ class Follower:
     def _(self, it: op.Restore) -> None:
         state = None if it.state is None else self._states[it.state]
         self._lineage(it.lineage, it.length).restore(state)
-
-    @_do.register
-    def _(self, it: op.Settle) -> None:
-        self._lineage(it.lineage, it.length).settle()
-
-    @_do.register
-    def _(self, it: op.Rest) -> None:
-        self._lineage(it.lineage, it.length).rest()
-
-    @_do.register
-    def _(self, it: op.Release) -> None:
-        self._lineage(it.lineage, it.length).release()
 
     @_do.register
     def _(self, it: op.Join) -> None:
@@ -373,7 +344,7 @@ class Follower:
         if not self.layout.checkpointed:
             return
         store, ids = self._opened, ids_of_bytes(it.ids)
-        saved = _checkpoint_at(len(ids), store.find(ids))
+        saved = saved_at(len(ids), store.find(ids))
         lineage.set_state(serialise.load_state(saved.path, self.layout, self._stream))
 
     @property
@@ -389,7 +360,6 @@ class Follower:
     # -- on the writer's thread --------------------------------------------------------------------
 
     def _write(self, key: bytes, write: Callable[[Store], None]) -> None:
-        """Have the writer's thread call `write`, which writes the file `key`. Does not block."""
         store = self._opened
 
         def run() -> None:
@@ -406,7 +376,6 @@ class Follower:
         self._writer.submit(run)
 
     def _change(self, change: Callable[[Store], object]) -> None:
-        """Have the writer's thread call `change`, which pins or removes files. Does not block."""
         if (store := self.store) is None:
             return
 
@@ -417,10 +386,3 @@ class Follower:
                 log.warning("rank %d: files not pinned or removed: %s", self._rank, error)
 
         self._writer.submit(run)
-
-
-def _checkpoint_at(position: int, found: Found) -> Saved:
-    saved = next((one for one in found.checkpoints if one.position == position), None)
-    if saved is None:
-        raise StoreError(f"no checkpoint at {position} tokens is on disk")
-    return saved

@@ -61,11 +61,9 @@ PACKAGES = ("mlxcache", "mlx", "mlx-lm")
 class Setup(msgspec.Struct, frozen=True):
     """First message of rank 0 to each other rank: the model to load, and its division.
 
-    `model`: the path of its folder, or its name on the Hub. `mode`: how it is divided. `adapter`:
-    its LoRA adapter, or None. `kv_bits`: bits of a quantised KV value, or None. `config`: digest of
-    the model's config.json. `versions`: the versions of the `PACKAGES` on rank 0.
-    `trust_remote_code`, `ram`, `wire`: the settings; from `ram` and `wire` each rank computes the
-    budget of its machine and how much of it is wired.
+    `config`: digest of the model's config.json. `versions`: those of the `PACKAGES` on rank 0. From
+    the settings `ram` and `wire` each rank computes the budget of its machine and how much is
+    wired.
     """
 
     model: str
@@ -82,11 +80,8 @@ class Setup(msgspec.Struct, frozen=True):
 class Share(msgspec.Struct, frozen=True):
     """Message of a rank to rank 0 about the part of the model that it has loaded.
 
-    `failure`: why the part cannot be loaded, or None. `ram_limit`: bytes of the budget on the
-    rank's machine. `bytes_per_token`, `checkpoint_bytes`, `running_bytes`, `batchable`, `unknown`:
-    as in `Layout`. `runs`: the part has layers with KV of every position. `states`: it has layers
-    that need checkpoints. `tensors`: the tensors of its KV. `buffer_limit`: number of buffers that
-    the rank's device can hold, None without a limit.
+    `failure`: why the part cannot be loaded, or None. `runs`: the part has layers with KV of every
+    position. `states`: it has layers that need checkpoints.
     """
 
     failure: str | None = None
@@ -104,11 +99,7 @@ class Share(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """This process in its group: its rank, and the host on which rank 0 listens.
-
-    `mode`: how the model is divided: each layer among all ranks ("tensor"), or by layers
-    ("pipeline").
-    """
+    """This process in its group: its rank, and the host on which rank 0 listens."""
 
     rank: int
     host: str
@@ -124,7 +115,6 @@ class Meeting:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the packages that must be the same on all ranks."""
     return {name: version(name) for name in PACKAGES}
 
 
@@ -167,11 +157,7 @@ def check_divisible(model: nn.Module, config: Mapping[str, Any], size: int, mode
 
 
 def divide(model: nn.Module, config: Mapping[str, Any], group: Any, mode: Mode) -> None:
-    """Reduce `model`, whose weights were not read yet, to this rank's part.
-
-    `config`: the content of its config.json. `group`: MLX's group of all ranks. Raises ModelError
-    if the model cannot be divided.
-    """
+    """Reduce `model`, whose weights were not read yet, to this rank's part. Raises ModelError."""
     check_divisible(model, config, group.size(), mode)
     try:
         if mode == "pipeline":
@@ -185,15 +171,14 @@ def divide(model: nn.Module, config: Mapping[str, Any], group: Any, mode: Mode) 
 
 
 def wait_for_all(group: Any) -> None:
-    """Block until all ranks of MLX's `group` have called this."""
     mx.eval(mx.distributed.all_sum(mx.array(1.0), group=group, stream=mx.cpu))
 
 
 def agree_on_meeting(group: Any, mine: Meeting | None) -> Meeting:
-    """Send the meeting of rank 0 to all ranks, and return it. Blocks until all have called this.
+    """Send the meeting of rank 0 to all ranks, whose `mine` is None, and return it.
 
-    `mine`: the meeting on rank 0, None on the others. It travels over the links of MLX's `group`,
-    which are not encrypted.
+    Blocks until all have called this. It travels over the links of MLX's `group`, which are not
+    encrypted.
     """
     told = [0] * (1 + KEY_BYTES) if mine is None else [mine.port, *mine.key]
     heard = mx.distributed.all_sum(mx.array(told, mx.int32), group=group, stream=mx.cpu)
@@ -202,14 +187,12 @@ def agree_on_meeting(group: Any, mine: Meeting | None) -> Meeting:
 
 
 def first_layer(model: nn.Module, mode: Mode) -> int:
-    """Return the index of the first layer that this rank has of `model`; 0 if not a pipeline."""
     return int(model.model.start_idx) if mode == "pipeline" else 0
 
 
 def share_of(
     layout: Layout, ram_limit: int, first: int = 0, buffer_limit: int | None = None
 ) -> Share:
-    """Return the message to rank 0 about a rank's part of the model, which has this `layout`."""
     return Share(
         None,
         layout.bytes_per_token,
@@ -229,8 +212,8 @@ def united(layout: Layout, shares: Sequence[Share]) -> Layout:
     """Return `layout`, that of rank 0, changed so that it suits all ranks.
 
     Bytes are those of the rank with the most. Checkpoints are needed if one rank needs them, and
-    batches are made only if all ranks can. `shares`: the messages of the other ranks. Raises
-    ModelError for a division that leaves only some ranks with KV of every position.
+    batches are made only if all ranks can. Raises ModelError for a division that leaves only some
+    ranks with KV of every position.
     """
     runs = {bool(layout.specs), *(share.runs for share in shares)}
     if len(runs) > 1:
@@ -255,17 +238,13 @@ def united(layout: Layout, shares: Sequence[Share]) -> Layout:
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """The connections between rank 0 and another rank, one for each kind of message.
-
-    Each is a `multiprocessing.connection.Connection`, of which only bytes are sent and received.
-    """
+    """The connections of bytes between rank 0 and another rank, one for each kind of message."""
 
     operations: Any
     questions: Any
     heartbeat: Any
 
     def close(self) -> None:
-        """Close all connections."""
         for connection in (self.operations, self.questions, self.heartbeat):
             connection.close()
 
@@ -277,9 +256,8 @@ KINDS = ("operations", "questions", "heartbeat")
 def accept_all(host: str, group: Any) -> list[Links]:
     """Wait on rank 0 for the connections of all other ranks; return them in the order of ranks.
 
-    `host`: that of rank 0. `group`: MLX's group of all ranks. Blocks without a limit until all
-    other ranks have called `connect`. Raises GroupLost if one has not connected `CONNECT_S` seconds
-    later.
+    Blocks without a limit until all other ranks have called `connect`. Raises GroupLost if one has
+    not connected `CONNECT_S` seconds later.
     """
     key, wanted = secrets.token_bytes(KEY_BYTES), len(KINDS) * (group.size() - 1)
     ranks = range(1, group.size())
@@ -322,10 +300,9 @@ def _accept(listener: Listener, key: bytes, greeted: SimpleQueue[Any], ended: Ev
 
 
 def _greet(connection: Any, key: bytes, greeted: SimpleQueue[Any]) -> None:
-    """Check that a connection is from a rank; if so, add (rank, kind, connection) to `greeted`.
+    """Add (rank, kind, connection) to `greeted` if the connection is from a rank; else close it.
 
-    Otherwise close it. `kind`: one of `KINDS`, which the rank sends. `key`: the secret that all
-    ranks know. Blocks for ever if the program at the other end sends nothing.
+    Blocks for ever if the program at the other end sends nothing.
     """
     try:
         deliver_challenge(connection, key)
@@ -343,11 +320,10 @@ def _poke(address: Any) -> None:
 
 
 def connect(host: str, group: Any) -> Links:
-    """Connect to rank 0 on `host` from another rank.
+    """Connect to rank 0 from another rank.
 
-    `group`: MLX's group of all ranks. Blocks without a limit until all the other ranks have called
-    this, or `accept_all` on rank 0. Raises GroupLost if rank 0 does not accept the connections
-    within `CONNECT_S` seconds after that.
+    Blocks without a limit until all others have called this, or `accept_all`. Raises GroupLost if
+    rank 0 does not accept the connections within `CONNECT_S` seconds after that.
     """
     meeting = agree_on_meeting(group, None)
     made: list[Any] = []
@@ -391,16 +367,13 @@ class Watch:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop asking and end the thread. Does not wait for it."""
         self._ended.set()
 
     def figures(self) -> list[dict[str, Any]]:
-        """Return the last answer of each of the other ranks, as a dictionary; [] before any answer.
+        """Return the last answer of each of the other ranks; [] before any answer. Any thread.
 
-        `rank`: its number. `silent_s`: seconds since that answer. `operation_s`: seconds that its
-        operation had run then. `pressure`: memory pressure of its machine, "normal", "warning" or
-        "critical". `footprint_bytes`, `disk_used_bytes`, `disk_limit_bytes`: as in `Vitals`. Any
-        thread.
+        `silent_s`: seconds since that answer. `operation_s`: seconds that its operation had run
+        then.
         """
         silent = round(time.monotonic() - self._answered_at, 1)
         return [
@@ -417,7 +390,6 @@ class Watch:
         ]
 
     def worst_pressure(self) -> MemoryPressure:
-        """Return the greatest memory pressure in the other ranks' last answers. Any thread."""
         worst = NO_PRESSURE
         for rank, answer in enumerate(self._answers, 1):
             if answer.vitals.pressure > worst.level:
@@ -443,10 +415,8 @@ class Watch:
 def place_from(environ: Mapping[str, str], *, pipeline: bool = False) -> Place | None:
     """Return the place that `mlx.launch` gave this process; None for a process that runs alone.
 
-    `pipeline`: the model is divided by layers, which becomes the `mode` of the place. Reads what
-    mlx.launch sets: MLX_RANK, and for the host of rank 0 MLX_HOSTFILE (ring), MLX_JACCL_COORDINATOR
-    (JACCL) or NCCL_HOST_IP (NCCL). Raises ModelError if the host is missing or the file cannot be
-    read.
+    Reads what mlx.launch sets: MLX_RANK, and for the host of rank 0 MLX_HOSTFILE (ring),
+    MLX_JACCL_COORDINATOR (JACCL) or NCCL_HOST_IP (NCCL). Raises ModelError.
     Source: https://ml-explore.github.io/mlx/build/html/usage/distributed.html
     """
     if "MLX_RANK" not in environ:
@@ -469,7 +439,7 @@ def place_from(environ: Mapping[str, str], *, pipeline: bool = False) -> Place |
 
 
 def end_process(why: str) -> None:
-    """Log the cause `why`, and end this process with status 70 without waiting for its threads."""
+    """Log `why`, and end this process with status 70 without waiting for its threads."""
     log.error("this process ends: %s", why)
     logging.shutdown()
     os._exit(70)

@@ -6,11 +6,11 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
 
-from mlxcache.errors import GroupLost, StoreError
+from mlxcache.errors import StoreError
 from mlxcache.lru import LRU
 from mlxcache.ranks import operations as op
 from mlxcache.ranks.division import Division, Rows
-from mlxcache.ranks.leader import Leader
+from mlxcache.ranks.leader import Leader, checked
 from mlxcache.safetensors import ITEM_BYTES, Place, Tensor
 from mlxcache.store.found import Found, Piece, Saved
 from mlxcache.store.snapshots import CHUNK_BYTES, RowKind, SnapshotKV
@@ -33,10 +33,8 @@ Wait = Callable[[bytes], None]
 class GroupSnapshotKV(SnapshotKV):
     """The KV of a whole model, joined from the parts of all ranks, or cut into them.
 
-    `store`: the `GroupStore`, in which a prefix is found as far as every rank has it. `own`: the
-    store with rank 0's own part. `namespace`: that of the whole model. `uploading`: held while a
-    file is sent to the ranks, which remember one upload. `wait(key)` blocks until all other ranks
-    have written the file `key`, and raises StoreError if one could not.
+    `own`: the store with rank 0's own part. `uploading`: held while a file is sent to the ranks,
+    which remember one upload. `wait(key)` blocks until all other ranks have written the file `key`.
     """
 
     def __init__(
@@ -77,7 +75,6 @@ class GroupSnapshotKV(SnapshotKV):
     def _rows_of_ranks(
         self, ids: Tokens, pieces: Sequence[Piece], held: Sequence[Rows], start: int, end: int
     ) -> list[bytes]:
-        """Return the bytes of positions [start, end) of each tensor in `held`, in that order."""
         key = op.key_of(ids.tobytes(), None)
         questions: list[op.AnyQuestion | None] = [None] * (self._division.size - 1)
         for one in held:
@@ -92,12 +89,7 @@ class GroupSnapshotKV(SnapshotKV):
         ]
 
     def state_places(self, ids: Tokens, saved: Saved) -> Sequence[Place]:
-        """Return name, dtype, shape and size of the tensors of a whole checkpoint.
-
-        The offsets in the result are 0 and must not be used. Reads and joins the parts of all
-        ranks. `saved`: rank 0's part of the checkpoint, as found for the token ids `ids`. Raises
-        StoreError.
-        """
+        """Return the tensors of a whole checkpoint; their offsets are 0 and must not be used."""
         return [
             Place(one.name, one.dtype, one.shape, 0, one.nbytes) for one in self._state(ids, saved)
         ]
@@ -110,7 +102,6 @@ class GroupSnapshotKV(SnapshotKV):
             yield bytes(whole[at : at + CHUNK_BYTES])
 
     def _state(self, ids: Tokens, saved: Saved) -> list[Tensor]:
-        """Read the parts of a checkpoint from all ranks; return the tensors of the whole one."""
         key, position = op.key_of(ids.tobytes(), None), saved.position
         having = [bool(part.states) for part in self._division.parts[1:]]
         asked = [op.StateArrays(key, position) if has else None for has in having]
@@ -133,11 +124,10 @@ class GroupSnapshotKV(SnapshotKV):
         return self._division.join_states([mine, *others])
 
     def _ask(self, ids: Tokens, questions: Sequence[op.AnyQuestion | None]) -> list[op.Answer]:
-        """Ask each other rank its question about `ids`; return the answers, from rank 1.
+        """Ask each rank, from rank 1, its question about `ids`, if any; return the answers.
 
-        `questions`: one for each rank, from rank 1. A rank whose question is None is not asked; its
-        answer is empty. If a rank does not hold the files of `ids`, all are told to look them up
-        (`Hold`), and asked again. Raises StoreError if a rank fails to answer.
+        If a rank does not hold the files of `ids`, all are told to look them up (`Hold`), and asked
+        again.
         """
         answers = self._told(questions)
         if any(answer.missing for answer in answers):
@@ -146,14 +136,7 @@ class GroupSnapshotKV(SnapshotKV):
         return answers
 
     def _told(self, questions: Sequence[op.AnyQuestion | None]) -> list[op.Answer]:
-        try:
-            answers = self._leader.ask_each(questions)
-        except GroupLost as error:
-            raise StoreError(f"The other ranks cannot be reached: {error}.") from error
-        for rank, answer in enumerate(answers, 1):
-            if answer.failure is not None:
-                raise StoreError(f"Rank {rank}: {answer.failure}")
-        return answers
+        return checked(self._leader.ask_each(questions))
 
     # -- for an import -----------------------------------------------------------------------------
 
@@ -169,7 +152,6 @@ class GroupSnapshotKV(SnapshotKV):
         self._write(ids, None, parts)
 
     def _write(self, ids: Tokens, start: int | None, parts: Sequence[Sequence[Tensor]]) -> None:
-        """Have each rank write its part of a file, and wait. Raises StoreError if one cannot."""
         data = ids.tobytes()
         with self._uploading:
             self._upload(parts[1:])
@@ -184,7 +166,6 @@ class GroupSnapshotKV(SnapshotKV):
             self._wait(op.key_of(data, start))
 
     def _upload(self, parts: Sequence[Sequence[Tensor]]) -> None:
-        """Send each other rank the bytes of its tensors, in messages of at most `PART_BYTES`."""
         whole = [memoryview(b"".join(tensor.bytes for tensor in each)) for each in parts]
         for at in range(0, max(map(len, whole)), PART_BYTES):
             sent = [bytes(data[at : at + PART_BYTES]) for data in whole]
@@ -212,8 +193,7 @@ def _tensors(arrays: Sequence[op.Array], data: bytes) -> list[Tensor]:
 class SnapshotParts:
     """Reader and writer of one rank's part of snapshots, in its `store`. Used by one thread.
 
-    `write(key, action)` calls `action(store)` on the writer's thread, and notes the outcome of the
-    file `key`.
+    `write(key, action)` calls `action(store)` on the writer's thread, and notes its outcome.
     """
 
     def __init__(self, store: Store, write: Write):
@@ -223,11 +203,6 @@ class SnapshotParts:
         self._uploaded = bytearray()
 
     def answer(self, question: SnapshotQuestion) -> op.Answer:
-        """Answer a question about snapshots. Blocks while files are read.
-
-        The answer has `failure` if a file cannot be read, and `missing` if no `ids` are held under
-        the `key` of the question; see `Hold`.
-        """
         try:
             match question:
                 case op.Hold(ids):
@@ -251,18 +226,9 @@ class SnapshotParts:
         return op.Answer()
 
     def _import(self, data: bytes, start: int | None, arrays: list[op.Array]) -> op.Answer:
-        """Have the uploaded bytes written as a file later, and return an empty answer at once.
-
-        `data`: the token ids, int32 as bytes. `start`, `arrays`: as in `Import`. The outcome of the
-        write is noted by `write`.
-        """
-        ids, raw = ids_of_bytes(data), memoryview(bytes(self._uploaded))
+        ids, raw = ids_of_bytes(data), bytes(self._uploaded)
         self._uploaded.clear()
-        tensors, at = [], 0
-        for name, dtype, shape in arrays:
-            size = prod(shape) * ITEM_BYTES[dtype]
-            tensors.append(Tensor(name, dtype, tuple(shape), raw[at : at + size]))
-            at += size
+        tensors = _tensors(arrays, raw)
         if not arrays:  # this rank has no part of it
             self._write(op.key_of(data, start), lambda store: None)
         elif start is None:
@@ -278,24 +244,20 @@ def _read(
     found: Found,
     files: SnapshotKV,
 ) -> op.Answer:
-    """Return the answer to a question, read from this rank's files. Raises StoreError.
-
-    `found`: what this rank has on disk for the token ids `ids`. `files`: reader of these files.
-    """
     match question:
         case op.ReadRows(_, name, start, end):
             if end > found.length:
                 raise StoreError(f"only {found.length} tokens of the KV are on disk")
             return op.Answer(data=b"".join(files.rows(ids, found.pieces, name, start, end)))
         case op.StateArrays(_, position):
-            places = files.state_places(ids, _saved(found, position))
+            places = files.state_places(ids, saved_at(position, found))
             return op.Answer(arrays=[(one.name, one.dtype, list(one.shape)) for one in places])
         case op.ReadState(_, position, first, last):
-            data = files.state_bytes(ids, _saved(found, position), first, last)
+            data = files.state_bytes(ids, saved_at(position, found), first, last)
             return op.Answer(data=b"".join(data))
 
 
-def _saved(found: Found, position: int) -> Saved:
+def saved_at(position: int, found: Found) -> Saved:
     saved = next((one for one in found.checkpoints if one.position == position), None)
     if saved is None:
         raise StoreError(f"no checkpoint at {position} tokens is on disk")

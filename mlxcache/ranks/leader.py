@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 import msgspec
 
-from mlxcache.errors import GroupLost
+from mlxcache.errors import GroupLost, StoreError
 from mlxcache.ranks import operations as op
 
 PULSE_S = 4.0
@@ -27,10 +27,17 @@ _PACK = msgspec.msgpack.Encoder()
 _ANSWER = msgspec.msgpack.Decoder(op.Answer)
 
 
+def checked(answers: list[op.Answer]) -> list[op.Answer]:
+    """Return the answers of the ranks from 1. Raises StoreError with the failure of one."""
+    for rank, answer in enumerate(answers, 1):
+        if answer.failure is not None:
+            raise StoreError(f"Rank {rank}: {answer.failure}")
+    return answers
+
+
 class Questions:
     """Connections to the other ranks over which one question at a time is asked. Any thread.
 
-    `connections`: in the order of ranks from rank 1. `seconds`: the longest wait for an answer.
     `lost`: why the ranks cannot be asked any more, or None.
     """
 
@@ -42,15 +49,13 @@ class Questions:
 
     @property
     def count(self) -> int:
-        """Number of ranks that can be asked."""
         return len(self._connections)
 
     def ask(self, questions: Sequence[op.AnyQuestion | None]) -> list[op.Answer]:
         """Ask each rank its question, and return the answers; an empty one for the question None.
 
-        `questions`: one for each connection, in their order, as are the answers. Raises GroupLost
-        if a rank does not answer. Every later call then raises it too, because a late answer could
-        be taken for that to another question.
+        Raises GroupLost if a rank does not answer. Every later call then raises it too, because a
+        late answer could be taken for that to another question.
         """
         asked = list(zip(self._connections, questions, strict=True))
         with self._asking:
@@ -78,10 +83,9 @@ class Questions:
 class Leader:
     """Sender of operations to the other ranks. MLX thread only, except `ask`, `ask_each`, `ping`.
 
-    `group`: MLX's group of all ranks. `operations`, `questions`, `heartbeats`: the connections to
-    the other ranks for messages of each kind, in the order of ranks from rank 1. The heartbeat has
-    connections of its own, so that no question that takes long delays it. `dropped`: numbers of
-    objects that this rank has dropped, which the others are to drop before the next operation.
+    The heartbeat has connections of its own, so that no question that takes long delays it.
+    `dropped`: numbers of objects that this rank has dropped, which the others are to drop before
+    the next operation.
     """
 
     def __init__(
@@ -110,10 +114,7 @@ class Leader:
         return mx.distributed.all_sum(drawn.astype(mx.int32), group=self._group)
 
     def tell(self, operation: op.AnyOperation) -> None:
-        """Send one operation to every other rank, without waiting until it is done.
-
-        Raises GroupLost if a rank cannot be reached.
-        """
+        """Send one operation to every other rank, without waiting until it is done."""
         dropped = [self.dropped.popleft() for _ in range(len(self.dropped))]
         data = _PACK.encode(op.Message(operation, dropped))
         for connection in self._operations:
@@ -123,27 +124,21 @@ class Leader:
                 raise GroupLost(f"a rank cannot be reached: {error}") from error
 
     def ask(self, question: op.AnyQuestion) -> list[op.Answer]:
-        """Ask every other rank, and return the answers in the order of ranks, from rank 1.
-
-        Any thread. Blocks for at most `ANSWER_S` for each rank. Raises GroupLost if a rank does not
-        answer, and at every later call.
-        """
-        return self._questions.ask([question] * self._questions.count)
+        """Ask every other rank; return the answers from rank 1. See `ask_each`."""
+        return self.ask_each([question] * self._questions.count)
 
     def ask_each(self, questions: Sequence[op.AnyQuestion | None]) -> list[op.Answer]:
-        """Ask each other rank a question of its own, and return the answers; see `ask`.
+        """Ask each other rank a question of its own, or None; see `Questions.ask`. Any thread.
 
-        `questions`: in the order of ranks, from rank 1. A rank for which it is None is not asked,
-        and its answer is an empty one.
+        Blocks. Raises StoreError if one does not answer: `Watch` reports the loss.
         """
-        return self._questions.ask(questions)
+        try:
+            return self._questions.ask(questions)
+        except GroupLost as error:
+            raise StoreError(f"The other ranks cannot be reached: {error}.") from error
 
     def ping(self) -> list[op.Answer]:
-        """Ask every other rank for how long its operation has run; see `op.Ping`.
-
-        Any thread. Blocks for at most `PULSE_S` for each rank. Raises GroupLost if a rank does not
-        answer, or did not answer a question of `ask`.
-        """
+        """Ask every other rank the question `Ping` over the heartbeat. Any thread."""
         if self._questions.lost is not None:
             raise GroupLost(self._questions.lost)
         return self._heartbeats.ask([op.Ping()] * self._heartbeats.count)

@@ -94,11 +94,11 @@ class MirroredLineage(Lineage):
             raise
 
     def truncate(self, length: int) -> None:
-        self._tell(op.Truncate, length)
+        self._tell(op.Change, "truncate", length)
         super().truncate(length)
 
     def pretend(self, length: int) -> None:
-        self._tell(op.Pretend, length)
+        self._tell(op.Change, "pretend", length)
         super().pretend(length)
 
     def append_span(self, span: Span) -> None:
@@ -117,15 +117,16 @@ class MirroredLineage(Lineage):
         super().restore(state)
 
     def settle(self) -> None:
-        self._tell(op.Settle)
+        self._tell(op.Change, "settle")
         super().settle()
 
     def rest(self) -> None:
-        self._tell(op.Rest)
+        if self.layout.opaque:
+            self._tell(op.Change, "rest")
         super().rest()
 
     def release(self) -> None:
-        self._tell(op.Release)
+        self._tell(op.Change, "release")
         super().release()
 
 
@@ -170,7 +171,7 @@ class MirroredDecoder(Decoder):
 
     def append_row(self, row: int, lineage: Lineage, count: int) -> None:
         number = _number_of(lineage)
-        self.leader.tell(op.AppendRow(self.number, row, number, lineage.length, count))
+        self.leader.tell(op.AppendRow(number, lineage.length, self.number, row, count))
         super().append_row(row, lineage, count)
 
     def alone(self, row: int, lineage: Lineage) -> Decoder:

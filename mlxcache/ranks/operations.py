@@ -8,17 +8,16 @@ holds its part of
 - checkpoints (called states here): copies of such states, taken at one position;
 - batches: caches of mlx-lm for several sequences, called rows, that are decoded together.
 
-Rank 0 names these objects by numbers of its choice. Fields named `lineage`, `caches` and `batch`
-are numbers of objects that an earlier operation made; `caches` is a lineage or a batch. Lineages
-and batches share one sequence of numbers, checkpoints have their own. The pending tokens of a
-lineage or batch are those that were drawn last, one per row, and that the next step feeds. Tokens
-are ids. Where an operation has `length`, it is the number of positions in the lineage before the
-operation.
+Rank 0 names these objects by numbers. Fields named `lineage`, `state`, `batch` and `caches` (a
+lineage or a batch) are such numbers. The pending tokens of a lineage or batch are those that were
+drawn last, one per row, and that the next step feeds. `length`: number of positions in the lineage
+before the operation.
 """
 
 from __future__ import annotations
 
 import hashlib
+from typing import Literal
 
 import msgspec
 
@@ -39,145 +38,75 @@ class Operation(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Open(Operation, frozen=True):
-    """Operation: open the disk store.
-
-    `namespace`: that of the whole model. `limit`: the setting `disk`.
-    """
+    """Open the disk store. `namespace`: that of the whole model. `limit`: the setting `disk`."""
 
     namespace: str
     limit: str | int
 
 
-class Feed(Operation, frozen=True):
-    """Operation: feed `tokens` to a lineage after its `length` positions; evaluate its caches."""
+class OnLineage(Operation, frozen=True):
+    """Base of operations on a lineage; most are those of `Lineage`."""
 
     lineage: int
     length: int
+
+
+class Feed(OnLineage, frozen=True):
+    """Feed tokens, and evaluate the caches."""
+
     tokens: list[int]
 
 
 class Start(Operation, frozen=True):
-    """Operation: feed `tokens`, one per row of a lineage or batch, and draw the next ones.
-
-    `caches`: number of the lineage or batch. The tokens drawn become its pending ones: its decoding
-    begins.
-    """
+    """Feed `tokens`, one per row, and draw those that are then pending: decoding begins."""
 
     caches: int
     tokens: list[int]
 
 
 class Step(Operation, frozen=True):
-    """Operation: feed the pending tokens of the lineage or batch `caches`; draw the next ones."""
+    """Feed the pending tokens, and draw the next ones."""
 
     caches: int
 
 
 class Create(Operation, frozen=True):
-    """Operation: make an empty lineage with the number `lineage`.
-
-    `copy_bytes`: most bytes that it copies in one evaluation, unless one array has more.
-    """
-
     lineage: int
     copy_bytes: int
 
 
-class Rebuild(Operation, frozen=True):
-    """Operation: replace the buffers of a lineage by copies of the ranges `sources`.
+class Rebuild(OnLineage, frozen=True):
+    """`Lineage.fill`."""
 
-    `length`: number of its positions before. `capacity`: number of positions for which the new
-    buffers have room.
-    """
-
-    lineage: int
-    length: int
     sources: list[Span]
     capacity: int
 
 
-class Truncate(Operation, frozen=True):
-    """Operation: drop the positions from `to` to `length`, its end, of a lineage."""
+class Change(OnLineage, frozen=True):
+    """Call the method `verb`, with the length `to` unless that is None."""
 
-    lineage: int
-    length: int
-    to: int
-
-
-class Pretend(Operation, frozen=True):
-    """Operation: change the number of positions of a lineage from `length` to `to`.
-
-    KV and states may have any values: this serves to measure the time of a pass after `to` tokens.
-    """
-
-    lineage: int
-    length: int
-    to: int
+    verb: Literal["truncate", "pretend", "settle", "rest", "release"]
+    to: int | None = None
 
 
-class AppendSpan(Operation, frozen=True):
-    """Operation: append a copy of the range `span` of another lineage to a lineage.
-
-    `length`: number of positions of the lineage before.
-    """
-
-    lineage: int
-    length: int
+class AppendSpan(OnLineage, frozen=True):
     span: Span
 
 
-class Capture(Operation, frozen=True):
-    """Operation: copy the states of a lineage; the copy gets the number `state`.
+class Capture(OnLineage, frozen=True):
+    """Copy the states; the copy gets the number `state`."""
 
-    `length`: number of positions of the lineage.
-    """
-
-    lineage: int
-    length: int
     state: int
 
 
-class Restore(Operation, frozen=True):
-    """Operation: set the states of a lineage to the copy `state`; None leaves them as they are.
-
-    `length`: number of positions of the lineage.
-    """
-
-    lineage: int
-    length: int
+class Restore(OnLineage, frozen=True):
     state: int | None
 
 
-class Settle(Operation, frozen=True):
-    """Operation: copy the states of a lineage into buffers of their own.
-
-    Before, they may be views that keep larger buffers in memory. `length`: number of positions of
-    the lineage.
-    """
-
-    lineage: int
-    length: int
-
-
-class Rest(Operation, frozen=True):
-    """Operation: drop the states of a lineage of `length` positions; its KV stays."""
-
-    lineage: int
-    length: int
-
-
-class Release(Operation, frozen=True):
-    """Operation: release the buffers of a lineage of `length` positions, not used any more."""
-
-    lineage: int
-    length: int
-
-
 class Join(Operation, frozen=True):
-    """Operation: make the batch `joint` of the rows of `rows` and of all `others`, in this order.
+    """Make the batch `joint` of the rows of `rows` and of the lineages `others`, in this order.
 
-    `joint`: number of the new batch. `rows`: number of a batch, which is dropped afterwards, if
-    `batched`, else of a lineage. `others`: numbers of lineages.
+    `rows`: a batch, which is dropped afterwards, if `batched`, else a lineage.
     """
 
     joint: int
@@ -187,48 +116,36 @@ class Join(Operation, frozen=True):
 
 
 class KeepRows(Operation, frozen=True):
-    """Operation: drop all rows of a batch except those with the indices `rows`."""
+    """Drop all rows of a batch except those with the indices `rows`."""
 
     batch: int
     rows: list[int]
 
 
 class TakeRow(Operation, frozen=True):
-    """Operation: from now on, decode row `row` of a batch over a lineage, not in the batch.
-
-    The row's pending token becomes that of the lineage. The batch still has the row afterwards.
-    """
+    """Make the pending token of a row, which the batch still has, that of a lineage."""
 
     batch: int
     row: int
     lineage: int
 
 
-class AppendRow(Operation, frozen=True):
-    """Operation: append the newest `count` positions of the row `row` of a batch to a lineage.
-
-    `length`: number of positions of the lineage before. The states of the lineage become those of
-    the row.
-    """
+class AppendRow(OnLineage, frozen=True):
+    """Append the newest `count` positions of a row to a lineage, which gets its states too."""
 
     batch: int
     row: int
-    lineage: int
-    length: int
     count: int
 
 
 class DropBatch(Operation, frozen=True):
-    """Operation: drop a batch."""
-
     batch: int
 
 
 class WriteRun(Operation, frozen=True):
-    """Operation: write the KV of the positions from `start` to the end of `ids` to disk.
+    """Write the KV of the positions from `start` to the end of `ids` to disk.
 
-    `ids`: int32, as bytes. `spans`: the ranges of lineages that have this KV. `lengths`: for each
-    span the number of positions that its lineage has in all.
+    `spans`: where this KV is. `lengths`: number of positions of each span's lineage.
     """
 
     ids: Ids
@@ -238,49 +155,33 @@ class WriteRun(Operation, frozen=True):
 
 
 class WriteState(Operation, frozen=True):
-    """Operation: write the checkpoint `state`, taken at the end of `ids`, to disk.
-
-    `ids`: int32, as bytes.
-    """
+    """Write the checkpoint `state`, taken at the end of `ids`, to disk."""
 
     ids: Ids
     state: int
 
 
-class Load(Operation, frozen=True):
-    """Operation: read the KV of positions [length, end) of `ids` from disk, and append it.
+class Load(OnLineage, frozen=True):
+    """Read the KV of positions [length, end) of `ids` from disk, and append it."""
 
-    It is appended to `lineage`. `length`: number of positions of the lineage before. `ids`: int32,
-    as bytes.
-    """
-
-    lineage: int
-    length: int
     ids: Ids
     end: int
 
 
-class LoadState(Operation, frozen=True):
-    """Operation: read the states of a lineage from the checkpoint at the end of `ids`.
+class LoadState(OnLineage, frozen=True):
+    """Read the states of a lineage from the checkpoint at the end of `ids`."""
 
-    `ids`: int32, as bytes. `length`: number of positions of the lineage.
-    """
-
-    lineage: int
-    length: int
     ids: Ids
 
 
 class End(Operation, frozen=True):
-    """Operation: end, because the group of ranks ends."""
+    """The group of ranks ends."""
 
 
 AnyOperation = (
-    Open | Feed | Start | Step | Create | Rebuild | Truncate | Pretend | AppendSpan
-    | Capture | Restore | Settle | Rest | Release | Join | KeepRows | TakeRow | AppendRow
-    | DropBatch | WriteRun | WriteState | Load | LoadState | End
+    Open | Feed | Start | Step | Create | Rebuild | Change | AppendSpan | Capture | Restore | Join
+    | KeepRows | TakeRow | AppendRow | DropBatch | WriteRun | WriteState | Load | LoadState | End
 )  # fmt: skip
-"""Every operation."""
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True):
@@ -291,21 +192,20 @@ class Message(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Question(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Base of all questions and requests, which a rank answers beside its current operation."""
+    """Base of all questions and requests, which a rank answers beside its current operation.
 
-
-class Ping(Question, frozen=True):
-    """Question: for how many seconds has the current operation run, and how is the rank's machine?
-
-    The answer has `age_s` and `vitals`.
+    Requests to change files are carried out later, in order; their answers are empty.
     """
 
 
-class Find(Question, frozen=True):
-    """Question: how many of the leading tokens of `ids` are on this rank's disk?
+class Ping(Question, frozen=True):
+    """How long has the current operation run (`age_s`), and how is the machine (`vitals`)?"""
 
-    The answer has `length` and `checkpoints`. `touch`: count this as a use of the files found,
-    which delays their eviction.
+
+class Find(Question, frozen=True):
+    """How much of `ids` is on this rank's disk: `length` and `checkpoints`?
+
+    `touch`: count this as a use of the files found, which delays their eviction.
     """
 
     ids: Ids
@@ -313,20 +213,15 @@ class Find(Question, frozen=True):
 
 
 class FindAll(Question, frozen=True):
-    """Question: how many leading tokens of each member of `each` are on this rank's disk?
-
-    The answer has `found`. `each`: token ids, int32 as bytes. Does not count as a use of the files,
-    which would delay their eviction.
-    """
+    """`Find` for each member of `each`, without a use of the files; the answer has `found`."""
 
     each: list[Ids]
 
 
 class Verify(Question, frozen=True):
-    """Question: are this rank's files with the positions [start, end) of `ids` intact?
+    """Are the files with the positions [start, end) of `ids` intact? If not: `failure`.
 
-    If one of them is not, the answer has `failure`. `late`: verify the tensors of sliding windows
-    too.
+    `late`: verify the tensors of sliding windows too.
     """
 
     ids: Ids
@@ -336,34 +231,29 @@ class Verify(Question, frozen=True):
 
 
 class VerifyState(Question, frozen=True):
-    """Question: is the checkpoint at the end of `ids` intact? If not, the answer has `failure`."""
+    """Is the checkpoint at the end of `ids` intact? If not: `failure`."""
 
     ids: Ids
 
 
 class Outcome(Question, frozen=True):
-    """Question: has the write of the file `key` ended, and did it fail?
+    """Has the write of the file `key` `ended`, and did it fail (`failure`, `missing`)?
 
-    The answer has `ended`, `failure` and `missing`. The rank tells the outcome of each write once,
-    and forgets it. `key`: a result of `key_of`, or `STORE` to ask whether the rank has opened its
-    store; see `Open`.
+    The rank tells each outcome once, and forgets it. `key`: a result of `key_of`, or `STORE`.
     """
 
     key: bytes
 
 
 class Pin(Question, frozen=True):
-    """Request: pin the files of `paths` under a name; see `Store.pin`.
-
-    `paths`: the token ids of each, int32 as bytes.
-    """
+    """Request `Store.pin`."""
 
     name: str
-    paths: list[bytes]
+    paths: list[Ids]
 
 
 class Remove(Question, frozen=True):
-    """Request: remove from disk the files of `ids` that hold none of its first `keep` tokens.
+    """Request to remove the files of `ids` without any of its first `keep` tokens.
 
     Files that continue them are removed too. `mode`, `size`: the division of the model for which
     the files were written, which may be another one than now; see `PartName`.
@@ -376,44 +266,38 @@ class Remove(Question, frozen=True):
 
 
 class Forget(Question, frozen=True):
-    """Request: remove the KV of `ids` beyond `keep` tokens from disk, because it is not finite.
-
-    See `Store.forget_beyond`.
-    """
+    """Request `Store.forget_beyond`: KV that is not finite."""
 
     ids: Ids
     keep: int
 
 
 class Clear(Question, frozen=True):
-    """Request: remove all files from disk, except pinned files unless `pinned` is True."""
+    """Request `Store.clear`."""
 
     pinned: bool
 
 
 class Prune(Question, frozen=True):
-    """Request: remove damaged files from disk, then evict files down to `limit` bytes in total.
-
-    If `limit` is None, no file is evicted. See `Store.prune`.
-    """
+    """Request `Store.prune`."""
 
     limit: int | None
 
 
 class Hold(Question, frozen=True):
-    """Request: look up the files of `ids`, of which `ReadRows` and `ReadState` will read parts.
+    """Request to look up the files of `ids`, of which `ReadRows` and `ReadState` read parts.
 
-    Those questions, and `StateArrays`, name `ids` by the key `key_of(ids, None)`. A rank remembers
-    the files of a few `ids`, those used last.
+    Those questions, and `StateArrays`, name `ids` by `key_of(ids, None)`. A rank remembers the
+    files of a few `ids`, those used last.
     """
 
     ids: Ids
 
 
 class ReadRows(Question, frozen=True):
-    """Question: the bytes of a tensor of KV for positions [start, end) of the `ids` held as `key`.
+    """The bytes (`data`) of a tensor of KV for positions [start, end) of the `ids` held as `key`.
 
-    The answer has `data`. `key`: see `Hold`. `name`: that of the tensor in this rank's files.
+    `name`: that of the tensor in this rank's files.
     """
 
     key: bytes
@@ -423,20 +307,14 @@ class ReadRows(Question, frozen=True):
 
 
 class StateArrays(Question, frozen=True):
-    """Question: name, dtype and shape of each tensor of a checkpoint; the answer has `arrays`.
-
-    It is this rank's part of the checkpoint at `position` of the `ids` held as `key`; see `Hold`.
-    """
+    """The tensors (`arrays`) of this rank's part of a checkpoint of the `ids` held as `key`."""
 
     key: bytes
     position: int
 
 
 class ReadState(Question, frozen=True):
-    """Question: bytes [first, last) of all tensors of a checkpoint, one after another.
-
-    The answer has `data`. `key`, `position`, order of the tensors: as in `StateArrays`.
-    """
+    """Bytes [first, last) of all tensors of `StateArrays`, one after another: `data`."""
 
     key: bytes
     position: int
@@ -445,7 +323,7 @@ class ReadState(Question, frozen=True):
 
 
 class Upload(Question, frozen=True):
-    """Request: keep `data`, at offset `at`, for the file that `Import` will write.
+    """Request to keep `data`, at offset `at`, for the file that `Import` will write.
 
     With `at` = 0, what was kept before is dropped.
     """
@@ -455,11 +333,10 @@ class Upload(Question, frozen=True):
 
 
 class Import(Question, frozen=True):
-    """Request: write the uploaded bytes as the KV of positions `start` to the end of `ids`.
+    """Request to write the uploaded bytes as the KV of positions `start` to the end of `ids`.
 
-    `start` is None for the checkpoint at the end of `ids`. `arrays`: name, dtype and shape of the
-    tensors whose bytes these are, in order; if empty, no file is written. The outcome is told under
-    `key_of(ids, start)`; see `Outcome`.
+    `start` is None for the checkpoint at the end of `ids`. `arrays`: the tensors whose bytes these
+    are, in order; if empty, no file is written. The outcome is that of `key_of(ids, start)`.
     """
 
     ids: Ids
@@ -471,15 +348,13 @@ AnyQuestion = (
     Ping | Find | FindAll | Verify | VerifyState | Outcome | Hold | ReadRows | StateArrays
     | ReadState | Upload | Pin | Remove | Forget | Clear | Prune | Import
 )  # fmt: skip
-"""Every question. Those after `Upload` change files, later and in order."""
 
 
 class Vitals(msgspec.Struct, frozen=True, array_like=True):
     """State of a rank's machine.
 
-    `pressure`: its memory pressure, a number of `PressureLevel`; `why`: the observation that led to
-    it. `footprint_bytes`: memory of the rank's process. `disk_used_bytes`, `disk_limit_bytes`: of
-    its disk tier, None if there is none or it has no limit.
+    `pressure`: a number of `PressureLevel`. `footprint_bytes`: memory of the rank's process.
+    `disk_used_bytes`, `disk_limit_bytes`: None without a disk tier or a limit.
     """
 
     pressure: int = 0
@@ -492,14 +367,10 @@ class Vitals(msgspec.Struct, frozen=True, array_like=True):
 class Answer(msgspec.Struct, frozen=True, array_like=True):
     """Answer of a rank to a question.
 
-    `age_s`: seconds that the current operation has run. `length`: number of positions of
-    the prefix on disk. `checkpoints`: positions of its checkpoints; None if the rank needs none.
-    `ended`: the write that was asked about has ended. `failure`: why the write, the verification or
-    the reading of a file failed, or None. `missing`: the write failed because the prefix that its
-    file continues is not on disk; or these token ids are not held, see `Hold`. `data`: the bytes
-    that were asked for. `arrays`: name, dtype and shape of each tensor that was asked about.
-    `found`: for each prefix that was asked about, its `length` and `checkpoints`. `vitals`: state
-    of the rank's machine, in answers to `Ping`.
+    `length`: number of positions of the prefix on disk. `checkpoints`: positions of its
+    checkpoints; None if the rank needs none. `found`: both, for several prefixes. `missing`: the
+    write failed because the prefix that its file continues is not on disk; or these token ids are
+    not held, see `Hold`.
     """
 
     age_s: float = 0.0

@@ -39,7 +39,7 @@ from mlxcache.ranks.group import (
     wait_for_all,
 )
 from mlxcache.ranks.group_snapshots import GroupSnapshotKV
-from mlxcache.ranks.leader import Leader
+from mlxcache.ranks.leader import Leader, checked
 from mlxcache.ranks.mirrored import mirrored_parts
 from mlxcache.ranks.setup import config_digest
 from mlxcache.ranks.tensor_links import with_probes
@@ -63,12 +63,11 @@ class RankZero:
     """The group as rank 0 sees it: connections, division of the model, and stores.
 
     Call the methods in the order of their definition, on the MLX thread, unless they say that any
-    thread may call them. `place`: that of rank 0. `own_age()`: seconds that the current operation
-    of the MLX thread has run. `on_loss(why)` is called on another thread if a rank is lost.
-    `whole`: the layout of the undivided model, known after `divide`. Known after `survey` are
-    `ram_limit`, the least budget of the other ranks in bytes, and `buffer_limit`, the smallest
-    number of buffers that the device of any rank can hold, None without a limit. `namespace`: that
-    of the undivided model, known after `open_store`; None before, and without a disk tier.
+    thread may call them. `own_age()`: seconds that the current operation of the MLX thread has run.
+    `on_loss(why)` is called on another thread if a rank is lost. `whole`: the layout of the
+    undivided model, known after `divide`. Known after `survey` are `ram_limit`, the least budget of
+    the other ranks in bytes, `buffer_limit`, the smallest number of buffers that the device of any
+    rank can hold, and `parts`. `namespace`: that of the undivided model, known after `open_store`.
     """
 
     def __init__(self, place: Place, own_age: Callable[[], float], on_loss: Callable[[str], None]):
@@ -101,8 +100,7 @@ class RankZero:
         """Wait until the other ranks have connected, then tell them to load their parts.
 
         `model`: the model's path or name on every machine. `folder`: where it is on this one.
-        The other arguments are those of `Setup`. Blocks for the connections, not for the loads.
-        Raises GroupLost.
+        Blocks for the connections, not for the loads. Raises GroupLost.
         """
         self._kv_bits = kv_bits
         self._group = group = with_probes(lambda: mx.distributed.init(strict=True))
@@ -124,7 +122,7 @@ class RankZero:
     def divide(self, model: nn.Module, config: Mapping[str, Any]) -> None:
         """Reduce `model`, whose weights were not read yet, to the part of rank 0.
 
-        `config`: its config.json. Raises ModelError if it cannot be divided.
+        Raises ModelError.
         """
         self._model_type = str(config.get("model_type"))
         self.whole = kv.survey(model, kv_bits=self._kv_bits, evaluate=False)
@@ -133,7 +131,6 @@ class RankZero:
     def survey(self, model: nn.Module, kv_bits: int | None) -> Layout:
         """Wait until all ranks have loaded their parts; return a layout that suits them all.
 
-        `model`: the part of rank 0, loaded. `kv_bits`: bits of a quantised KV value, or None.
         Blocks. Raises GroupLost, and ModelError if a rank cannot load its part, or the parts do not
         fit together.
         """
@@ -167,10 +164,6 @@ class RankZero:
         return united(layout, shares)
 
     def _hear_shares(self) -> list[Share]:
-        """Wait for the message of each other rank about its part; return them from rank 1.
-
-        Raises GroupLost if a rank has ended, and ModelError if one cannot load its part.
-        """
         shares = []
         for rank, links in enumerate(self._links, 1):
             try:
@@ -185,7 +178,7 @@ class RankZero:
     def open_store(
         self, folder: Path, namespace: str, setting: str | int, *, needs_checkpoints: bool
     ) -> Store:
-        """Open the store of all ranks: rank 0's in `folder`, the others' in their own folders.
+        """Open the store of all ranks, each in a folder of its own.
 
         `namespace`: that of the whole model. `setting`: the setting `disk`. Blocks. Raises
         StoreError if a rank has no store.
@@ -205,10 +198,7 @@ class RankZero:
         return GroupStore(own, leader, whole, needs_checkpoints=needs_checkpoints)
 
     def figures(self) -> dict[str, Any]:
-        """Return the part of `GET /v1/cache` about the division of the model.
-
-        `mode`: as in `Place`. `size`: number of ranks. `others`: see `Watch.figures`. Any thread.
-        """
+        """Return the part of `GET /v1/cache` about the division of the model. Any thread."""
         others = self._watch.figures() if self._watch is not None else []
         return {"mode": self.place.mode, "size": self._group.size(), "others": others}
 
@@ -219,10 +209,7 @@ class RankZero:
         return other if other.level > own.level else own
 
     def close(self) -> None:
-        """End the group: the other ranks finish their queued writes to disk, then exit.
-
-        Does not wait for them.
-        """
+        """End the group: the other ranks finish their queued writes, then exit. Does not wait."""
         if self._watch is not None:
             self._watch.close()
         if self._leader is not None:
@@ -241,9 +228,7 @@ FIRST_PAUSE_S, PAUSE_S = 0.001, 0.05
 class Whole:
     """The model that a group of ranks serves, and its division.
 
-    `namespace`: that of the model if one process serves it. `mode`: division by parts of layers
-    ("tensor") or by layers ("pipeline"). `size`: number of ranks. `division`: how its KV is
-    divided, or the reason why that is not known.
+    `division`: how its KV is divided, or the reason why that is not known.
     """
 
     namespace: str
@@ -256,9 +241,8 @@ class GroupStore(Store):
     """The store of rank 0 over `own`, its own folder, and those of the other ranks.
 
     A prefix is found as far as every rank has it, and a write has ended when it has ended on every
-    rank. What is removed here is removed on the other ranks soon after. `whole`: the model that the
-    group serves. Thread-safe. Raises StoreError if another rank cannot be reached; `Watch` reports
-    that loss.
+    rank. What is removed here is removed on the other ranks soon after. Thread-safe. Raises
+    StoreError if another rank cannot be reached; `Watch` reports that loss.
     """
 
     def __init__(self, own: Store, leader: Leader, whole: Whole, *, needs_checkpoints: bool):
@@ -269,11 +253,6 @@ class GroupStore(Store):
         self._uploading = threading.Lock()
 
     def for_namespace(self, namespace: str) -> Store:
-        """Return a store of another namespace in the same open folder.
-
-        If the namespace is that of a part of the same model from a time when it was divided in
-        another way, the result is a `FormerGroupStore`.
-        """
         own = super().for_namespace(namespace)
         part = read_part_name(namespace)
         if own is self or part is None or part.whole != self._whole.namespace:
@@ -296,7 +275,7 @@ class GroupStore(Store):
 
     def find(self, ids: Tokens, *, touch: bool = True) -> Found:
         found = self._look_up(ids, touch=touch)
-        for answer in self._ask(op.Find(ids.tobytes(), touch)):
+        for answer in self._leader.ask(op.Find(ids.tobytes(), touch)):
             found = _as_far(found, answer.length, answer.checkpoints)
         return found
 
@@ -308,7 +287,7 @@ class GroupStore(Store):
 
     def _measure(self, paths: Sequence[Tokens]) -> Held:
         found = [self._look_up(ids, touch=False) for ids in paths]
-        for answer in self._ask(op.FindAll([ids.tobytes() for ids in paths])):
+        for answer in self._leader.ask(op.FindAll([ids.tobytes() for ids in paths])):
             pairs = zip(found, answer.found, strict=True)
             found = [_as_far(own, *theirs) for own, theirs in pairs]
         files = {one.path: one.nbytes for each in found for one in each.pieces}
@@ -322,11 +301,11 @@ class GroupStore(Store):
     def verify(self, piece: Piece, ids: Tokens, *, late: bool = True) -> None:
         super().verify(piece, ids, late=late)
         question = op.Verify(ids[: piece.end].tobytes(), piece.start, piece.end, late)
-        _check_verified(self._ask(question))
+        checked(self._leader.ask(question))
 
     def verify_checkpoint(self, saved: Saved, ids: Tokens) -> None:
         super().verify_checkpoint(saved, ids)
-        _check_verified(self._ask(op.VerifyState(ids[: saved.position].tobytes())))
+        checked(self._leader.ask(op.VerifyState(ids[: saved.position].tobytes())))
 
     def write_run(
         self,
@@ -348,38 +327,33 @@ class GroupStore(Store):
 
     def pin(self, name: str, paths: Sequence[Tokens]) -> None:
         super().pin(name, paths)
-        self._ask(op.Pin(name, [ids.tobytes() for ids in paths]))
+        self._leader.ask(op.Pin(name, [ids.tobytes() for ids in paths]))
 
     def remove_unshared(self, sessions: Sessions, ids: Tokens) -> int:
         needed = max(sessions.sharing(self.namespace, ids).values(), default=0)
         gone = super().remove_unshared(sessions, ids)
-        self._ask(op.Remove(ids.tobytes(), needed, self._whole.mode, self._whole.size))
+        self._leader.ask(op.Remove(ids.tobytes(), needed, self._whole.mode, self._whole.size))
         return gone
 
     def forget_beyond(self, ids: Tokens, keep: int) -> None:
         super().forget_beyond(ids, keep)
-        self._ask(op.Forget(ids.tobytes(), keep))
+        self._leader.ask(op.Forget(ids.tobytes(), keep))
 
     def prune(self, limit: int | None = None, progress: Progress = lambda _, __: None) -> int:
         freed = super().prune(limit, progress)
-        self._ask(op.Prune(limit))
+        self._leader.ask(op.Prune(limit))
         return freed
 
     def clear(self, *, pinned: bool = False) -> int:
         freed = super().clear(pinned=pinned)
-        self._ask(op.Clear(pinned))
+        self._leader.ask(op.Clear(pinned))
         return freed
-
-    def _ask(self, question: op.AnyQuestion) -> list[op.Answer]:
-        return ask_ranks(self._leader, question)
 
 
 class FormerGroupStore(Store):
     """Rank 0's part of KV that the same model had while it was divided in another way.
 
-    `own`: the store of that part. `mode`, `size`: how the model was divided then, and among how
-    many ranks. `remove_unshared` also removes the parts that the other ranks of the present group
-    have of these files. Thread-safe. Raises StoreError as `GroupStore` does.
+    `remove_unshared` also removes the parts that the other ranks of the present group have.
     """
 
     def __init__(self, own: Store, leader: Leader, mode: Mode, size: int):
@@ -389,24 +363,14 @@ class FormerGroupStore(Store):
     def remove_unshared(self, sessions: Sessions, ids: Tokens) -> int:
         needed = max(sessions.sharing(self.namespace, ids).values(), default=0)
         gone = super().remove_unshared(sessions, ids)
-        ask_ranks(self._leader, op.Remove(ids.tobytes(), needed, self._mode, self._size))
+        self._leader.ask(op.Remove(ids.tobytes(), needed, self._mode, self._size))
         return gone
-
-
-def ask_ranks(leader: Leader, question: op.AnyQuestion) -> list[op.Answer]:
-    """Ask every other rank as `Leader.ask` does. Raises StoreError if one does not answer."""
-    try:
-        return leader.ask(question)
-    except GroupLost as error:
-        raise StoreError(f"The other ranks cannot be reached: {error}.") from error
 
 
 def _as_far(found: Found, length: int, checkpoints: Sequence[int] | None) -> Found:
     """Return `found`, what this rank has of a prefix, restricted to what another rank has too.
 
-    `length`: number of positions from the start of the prefix that the other rank has on its disk.
-    `checkpoints`: the positions at which the other rank has checkpoints, or None if its layers need
-    none.
+    `checkpoints`: None if the layers of the other rank need none.
     """
     saved = found.checkpoints
     if checkpoints is not None:
@@ -419,27 +383,16 @@ def _as_far(found: Found, length: int, checkpoints: Sequence[int] | None) -> Fou
     return replace(found, length=length, pieces=pieces, checkpoints=saved)
 
 
-def _check_verified(answers: Sequence[op.Answer]) -> None:
-    """Raise StoreError if an answer says that a file of its rank cannot be used.
-
-    `answers`: in the order of ranks, from rank 1.
-    """
-    for rank, answer in enumerate(answers, 1):
-        if answer.failure is not None:
-            raise StoreError(f"Rank {rank}: {answer.failure}")
-
-
 def wait_for_outcome(leader: Leader, key: bytes) -> None:
     """Block until the write of the file `key` has ended on all ranks other than 0.
 
-    `key`: a result of `key_of`, or `STORE` for the opening of the stores. Raises
-    PrefixNotStored if the file builds on a prefix that a rank does not have, and StoreError for any
-    other failure.
+    Raises PrefixNotStored if the file builds on a prefix that a rank does not have, and StoreError
+    for any other failure.
     """
     pause, left = FIRST_PAUSE_S, None
     failures: dict[int, op.Answer] = {}
     while left is None or left:
-        answers = dict(enumerate(ask_ranks(leader, op.Outcome(key)), 1))
+        answers = dict(enumerate(leader.ask(op.Outcome(key)), 1))
         left = set(answers) if left is None else left
         ended = {rank for rank in left if answers[rank].ended}
         failures |= {rank: answers[rank] for rank in ended if answers[rank].failure is not None}

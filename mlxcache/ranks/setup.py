@@ -54,7 +54,6 @@ _QUESTION = msgspec.msgpack.Decoder(op.AnyQuestion)
 
 
 def config_digest(model: Path) -> str:
-    """Return a digest of the config.json in the folder `model`, in hexadecimal digits."""
     return hashlib.blake2b((model / "config.json").read_bytes(), digest_size=16).hexdigest()
 
 
@@ -135,7 +134,6 @@ class Rank:
         os._exit(0)  # MLX ends the process with an error while a group exists
 
     def _load(self, setup: Setup) -> load.Loaded:
-        """Load this rank's part of the model."""
         path = hub.resolve(setup.model)
         if config_digest(path) != setup.config:
             raise ModelError(f"the config.json of {path} differs from that of rank 0")
@@ -189,11 +187,7 @@ class Rank:
 
 
 class VitalsReader:
-    """Thread that reads the state of this machine every `READ_S` seconds; see `Vitals`.
-
-    `store()` returns the rank's store, or None while it has none. `look()` returns the machine's
-    memory pressure, `measure()` the memory of this process in bytes. Any thread.
-    """
+    """Thread that reads the state of this machine every `READ_S` seconds into `latest`."""
 
     def __init__(
         self,
@@ -213,7 +207,6 @@ class VitalsReader:
         self._stopped.set()
 
     def read(self) -> op.Vitals:
-        """Read the state of this machine now. Blocks for milliseconds. Raises OSError."""
         used, limit = None, None
         if (store := self._store()) is not None:
             try:
