@@ -25,7 +25,7 @@ from mlxcache.model.load import Loaded, ModelSpec, load
 from mlxcache.model.pair import Pair
 from mlxcache.model.sampling import make_processors, make_sampler
 from mlxcache.residency import memory as core
-from mlxcache.residency.rounds import Rounds
+from mlxcache.residency.residency import Rounds
 from mlxcache.scheduling import cost
 from mlxcache.scheduling.decoder import Row
 from mlxcache.scheduling.parts import WHOLE, Parts

@@ -43,8 +43,8 @@ from mlxcache.prompt.canonical.uuids import ReplyRestorer
 from mlxcache.ranks.group import Place, end_process
 from mlxcache.ranks.rank_zero import RankZero
 from mlxcache.residency.memory import Shared
+from mlxcache.residency.residency import Rounds
 from mlxcache.residency.resident import Resident
-from mlxcache.residency.rounds import Rounds
 from mlxcache.scheduling.task import for_owner
 from mlxcache.sessions.book import ModelSessions, SessionBook
 from mlxcache.sessions.journal import Served

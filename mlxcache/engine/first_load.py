@@ -15,8 +15,8 @@ from mlxcache.model import hub, load
 from mlxcache.model.weights import BaseUse, Weights
 from mlxcache.ranks.rank_zero import RankZero
 from mlxcache.residency.memory import fewest_reserved
+from mlxcache.residency.residency import Rounds
 from mlxcache.residency.resident import Newcomer, release_unused
-from mlxcache.residency.rounds import Rounds
 
 Serve = Callable[[load.Loaded, Weights], None]
 

@@ -22,7 +22,7 @@ from mlxcache.engine.requests import MAX_RETRY_S, MIN_RETRY_S, refuse_crowd
 from mlxcache.errors import BadRequest, DeadlineExceeded, MlxcacheError, ModelError, NotFound
 from mlxcache.ranks.group import Place
 from mlxcache.residency.memory import open_shared_memory
-from mlxcache.residency.rounds import Rounds
+from mlxcache.residency.residency import Rounds
 from mlxcache.sessions.book import ModelSessions, SessionBook
 from mlxcache.sessions.journal import Served
 from mlxcache.store.database import TemporaryDatabase

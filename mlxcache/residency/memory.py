@@ -44,9 +44,8 @@ from mlxcache.tree.budget import Budget
 class WeightsAccount:
     """Charges for the weights of several models; an array that several models use counts once.
 
-    `charge(kind, n)` charges `n` bytes to a kind of the shared budget, or releases them if `n` is
-    negative. The kind `weights:NAME` is for arrays that only the model NAME uses, `weights:BASE
-    (shared)` for those of the base model BASE that several models use.
+    The kind `weights:NAME` is for arrays that only the model NAME uses, `weights:BASE (shared)` for
+    those of the base model BASE that several models use.
     """
 
     def __init__(self, charge: Callable[[str, int], None]):
@@ -56,22 +55,16 @@ class WeightsAccount:
         self._charged: Counter[str] = Counter()
 
     def grant(self, use: BaseUse, nbytes: int) -> None:
-        """Charge the weights of a model, before or after they are read.
-
-        `use`: the model's use of arrays of base models. `nbytes`: bytes of all its weights. Arrays
-        that it holds together with other models are charged once, as those of their base.
-        """
+        """Charge the weights of a model, before or after they are read."""
         self._granted[use] = nbytes
         self.settle()
 
     def remove(self, use: BaseUse) -> None:
-        """Release the arrays that `use` holds, and charge nothing for its model any more."""
         use.release()
         self._granted.pop(use, None)
         self.settle()
 
     def settle(self) -> None:
-        """Update the charges to the arrays that the models hold now."""
         due = Counter({f"weights:{name}": n for name, n in self.bases.charges().items()})
         for use, nbytes in self._granted.items():
             due[f"weights:{use.name}"] += max(0, nbytes - use.held_bytes)
@@ -111,9 +104,8 @@ _MOST_MEGABYTES = 1 << 20
 class Shared:
     """The shared budget of several models, at the time when one of them is loaded.
 
-    `ram`: the RAM tiers under that budget, to which MLX's pool of freed buffers and the weights of
-    this model are charged already. `outside`: bytes of the budget that this model's cache can never
-    have: its own weights, and all that models with `keep = "always"` take.
+    MLX's pool and the weights of this model are charged to it already. `outside`: bytes that this
+    model's cache can never have: its own weights, and all that models with `keep = "always"` take.
     """
 
     ram: SharedRam
@@ -122,9 +114,8 @@ class Shared:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """Limit of the budget of a model, and the setting that it follows from.
+    """Limit of the budget of a model, and the setting that it follows from, as in `--ram 8GB`.
 
-    `limit`: the most bytes of the budget. `setting`: the setting that limits it, as in `--ram 8GB`.
     `least(size)`: the least value of that setting, in bytes, that allows a budget of `size` bytes.
     """
 
@@ -134,7 +125,6 @@ class Bound:
 
 
 def _bound(settings: Settings, weights: int, shared: Shared | None, others: int | None) -> Bound:
-    """Return the limit of the budget of a model whose weights take `weights` bytes."""
     if shared is None:
         limit = whole = read_ram_limit(settings, weights)
         if others is not None and others < limit:
@@ -157,12 +147,10 @@ def _bound(settings: Settings, weights: int, shared: Shared | None, others: int 
 class MemoryPlan:
     """Division of the memory of a model before its first request, in bytes.
 
-    `cost`: measured costs of the model. `machine`: memory available to weights and cache together.
-    `transient` is set aside for forward passes, `pending` for copies waiting to be written to disk.
-    Both are already reserved in `budget`. `setting`: the setting that limits the budget, such as
-    `--ram 8GB`. `refuse(what)` raises ModelError, or BadRequest for a model with a shared budget;
-    the message consists of `setting`, the predicate `what`, such as "is too small", and the least
-    value that would do.
+    `machine`: memory available to weights and cache together. `transient` is set aside for forward
+    passes, `pending` for copies waiting to be written to disk; both are reserved in `budget`.
+    `refuse(what)` raises ModelError, or BadRequest for a model with a shared budget: `setting`, the
+    predicate `what`, such as "is too small", and the least value that would do.
     """
 
     budget: Budget
@@ -185,12 +173,9 @@ def plan_memory(
 ) -> MemoryPlan:
     """Measure the costs of a model, and return its budget with bytes reserved in it.
 
-    They are reserved for forward passes, for copies to write to disk and, without `shared`, for
-    MLX's pool of freed buffers; with `shared`, the pool is charged there already. `shared`: the
-    budget of several models; None for a single one. `others`: the smallest of the other ranks'
-    budgets in bytes, for a divided model; else None. Raises ModelError, or BadRequest with
-    `shared`, if the limit of the budget is too small for those bytes, and Busy if other models use
-    the memory at present. MLX thread only.
+    `others`: the smallest of the other ranks' budgets in bytes, for a divided model. Raises
+    ModelError, or BadRequest with `shared`, if the limit of the budget is too small for those
+    bytes, and Busy if other models use the memory at present. MLX thread only.
     """
     whole = memory_for(machine_bytes(), device.working_set_bytes())
     bound = _bound(settings, loaded.info.weights_bytes, shared, others)
@@ -229,10 +214,6 @@ def plan_memory(
 
 
 def read_ram_limit(settings: Settings, weights: int) -> int:
-    """Return the bytes that the setting `ram` allows for the cache.
-
-    `weights`: bytes of the weights, which take memory besides; the value `auto` subtracts them.
-    """
     machine, working_set = machine_bytes(), device.working_set_bytes()
     limit = ram_limit(
         settings.ram,
@@ -248,7 +229,6 @@ def read_ram_limit(settings: Settings, weights: int) -> int:
 
 
 def wire(settings: Settings, needed: int) -> None:
-    """Wire memory as the setting `wire` says, and log what is left to the system."""
     machine, setting = machine_bytes(), settings.wire
     wanted = wired_size(setting, machine_bytes=machine, needed_bytes=needed)
     wired = device.wire(wanted)
@@ -269,14 +249,7 @@ def wire(settings: Settings, needed: int) -> None:
 def open_shared_memory(
     settings: Settings, free_idle: Callable[[int], bool], ceiling: Callable[[RamTier], int]
 ) -> SharedRam:
-    """Return the memory that several models share. MLX thread only.
-
-    Memory for MLX's pool of freed buffers is set aside already.
-
-    `free_idle(size)` unloads idle models until `size` more bytes are free and returns True, or
-    unloads none and returns False. `ceiling(tier)` returns the most bytes that a model's tier can
-    have.
-    """
+    """Return the memory that several models share, with MLX's pool set aside. MLX thread only."""
     limit = read_ram_limit(settings, 0)
     budget = Budget(limit)
     budget.charge(POOL, pool_bytes(limit))
@@ -293,7 +266,6 @@ def fewest_reserved(limit: int) -> int:
 def _divide(
     limit: int, loaded: Loaded, layout: Layout, measured: cost.Cost, settings: Settings
 ) -> dict[str, int]:
-    """Return the bytes to set aside from a budget of `limit` bytes, by purpose."""
     context = loaded.info.context_length
     return {
         "pool": pool_bytes(limit),
@@ -333,7 +305,6 @@ def has_room(
 def _transient(
     limit: int, layout: Layout, measured: cost.Cost, context: int, concurrency: int
 ) -> int:
-    """Return the bytes to set aside for forward passes."""
     rows = concurrency + 1 if concurrency > 1 else concurrency
     longest = min(context, limit // max(1, layout.bytes_per_token))
     least = max(

@@ -1,7 +1,8 @@
-"""Residency: which models have their weights in memory.
+"""Which models have their weights in memory, and the loop of the MLX thread that steps them all.
 
 Weights are read when a request needs them, and dropped when the model is idle for long or another
-model needs the memory. MLX thread only.
+model needs the memory. There is one scheduler for each model that was loaded at least once and is
+not closed.
 """
 
 from __future__ import annotations
@@ -14,14 +15,26 @@ from mlxcache.cache.ram import RamTier
 from mlxcache.cache.shared_ram import SharedRam, Wait
 from mlxcache.config import format_size
 from mlxcache.config.memory import trim_heap
-from mlxcache.errors import BadRequest, MlxcacheError, ModelError, NotReady
+from mlxcache.errors import (
+    BadRequest,
+    GroupLost,
+    Inconsistent,
+    MlxcacheError,
+    ModelError,
+    NotReady,
+)
+from mlxcache.mlx_thread import MlxThread
 from mlxcache.model import device
 from mlxcache.model.weights import Weights
 from mlxcache.residency.memory import WeightsAccount, union_bytes
 from mlxcache.residency.resident import Cause, Newcomer, Resident
 from mlxcache.scheduling.scheduler import Scheduler
+from mlxcache.tree.budget import Budget
 
 log = logging.getLogger("mlxcache.engine")
+
+UNLIMITED = 1 << 62
+"""Bytes for the weights of a lone model, which do not count in a budget."""
 
 
 class Residency:
@@ -41,6 +54,7 @@ class Residency:
         self._newcomers: list[Newcomer] = []
         self._opened: list[Newcomer] = []
         self.memory = memory
+        self._ram = memory or SharedRam(Budget(UNLIMITED))
         self.account = WeightsAccount(self._charge)
         self._clock = clock
         self._loading: Resident | Newcomer | None = None
@@ -54,15 +68,16 @@ class Residency:
 
     def share(self, memory: SharedRam) -> None:
         """Let all models share `memory`. Call before the first model is added."""
-        self.memory = memory
+        self.memory = self._ram = memory
+
+    def _charge(self, kind: str, nbytes: int) -> None:
+        self._ram.charge(kind, nbytes)
 
     def add(self, resident: Resident) -> None:
-        """Add a model whose weights are in memory, and charge their bytes to the shared budget."""
         self.account.grant(resident.use, resident.nbytes)
         resident.note_loaded(self._clock())
         self.residents.append(resident)
-        if self.memory is not None:
-            self.memory.retry_waiting()  # what waits may fit no more, if this one is always kept
+        self._ram.retry_waiting()  # what waits may fit no more, if this one is always kept
 
     def welcome(self, newcomer: Newcomer) -> None:
         """Queue a model that is to be loaded for the first time.
@@ -80,16 +95,10 @@ class Residency:
         self._opened.append(newcomer)
 
     def note_left(self) -> None:
-        """Remove from the queue the newcomers for which no request waits any more."""
         self._newcomers = [one for one in self._newcomers if not one.left]
         self._stepped = True
 
-    def _charge(self, kind: str, nbytes: int) -> None:
-        if self.memory is not None:
-            self.memory.charge(kind, nbytes)
-
     def remove(self, scheduler: Scheduler) -> None:
-        """Remove the model of `scheduler`, which is about to be closed."""
         self.residents = [one for one in self.residents if one.scheduler is not scheduler]
 
     def admits(self, scheduler: Scheduler) -> bool:
@@ -106,7 +115,6 @@ class Residency:
 
     @property
     def reading(self) -> bool:
-        """True while weights of a model are being read."""
         return self._loading is not None or bool(self._opened)
 
     @property
@@ -114,7 +122,6 @@ class Residency:
         return [one for one in self.residents if one.wanted or one.short]
 
     def note_step(self) -> None:
-        """Record that a scheduler made a step: `step` must check again which models are idle."""
         self._stepped = True
 
     def wait_s(self) -> float | None:
@@ -183,7 +190,7 @@ class Residency:
             return None
         if any(one.alone and now < self._end_of_stay(one) for one in self.residents):
             return None  # loading would take its memory between two prompts that need it
-        if self.memory is not None and not self._make_room(first, self.memory, now):
+        if not self._make_room(first, now):
             return None
         self._end_turn(now)
         self._claimer = None  # the claim goes over into the loaded model
@@ -202,7 +209,6 @@ class Residency:
         return first
 
     def _find_first(self) -> Resident | Newcomer | None:
-        """Return the model that has waited longest for its weights or for memory."""
         waiting: list[Resident | Newcomer] = [
             *(one for one in self._waiting if one.wanted or self._could_start(one)),
             *self._newcomers,
@@ -212,9 +218,9 @@ class Residency:
     def _could_start(self, one: Resident) -> bool:
         """Return whether the waiting prompt of `one` would fit if other models gave up memory."""
         wait = one.kv.waits.current
-        if wait is None or wait is self._hopeless or self.memory is None:
+        if wait is None or wait is self._hopeless:
             return False
-        return self.memory.fits_alone(one.kv.ram, wait.size)
+        return self._ram.fits_alone(one.kv.ram, wait.size)
 
     def _end_turn(self, now: float) -> None:
         """Let all models start requests again: the one they gave up memory for waits no more."""
@@ -271,35 +277,34 @@ class Residency:
             wanted.claim()
         self._claimer, self._claimed_version = wanted, bases.version
 
-    def _make_room(self, wanted: Resident | Newcomer, memory: SharedRam, now: float) -> bool:
+    def _make_room(self, wanted: Resident | Newcomer, now: float) -> bool:
         """Free memory for the weights that `wanted` lacks; return whether there is enough now."""
         others = [one for one in self.residents if one is not wanted]
-        if not self._can_fit(wanted, [one for one in self._kept() if one in others], memory):
+        if not self._can_fit(wanted, [one for one in self._kept() if one in others]):
             return False
         size = wanted.size - wanted.use.held_bytes
-        free = self._could_free(others, memory)
-        if free < size <= free + memory.withheld:
-            memory.withhold(0)  # as for a request that would not fit otherwise
-            free = self._could_free(others, memory)
-        if free >= size and memory.make_room(size):
+        free = self._could_free(others)
+        if free < size <= free + self._ram.withheld:
+            self._ram.withhold(0)  # as for a request that would not fit otherwise
+            free = self._could_free(others)
+        if free >= size and self._ram.make_room(size):
             return True
         for one in others:
             if one.weights.resident and not one.keep and now >= self._end_of_stay(one):
                 one.drain(on=True)
         return False
 
-    def _can_fit(
-        self, wanted: Resident | Newcomer, keep: list[Resident], memory: SharedRam
-    ) -> bool:
-        """Return whether `wanted` fits into the budget of `memory` beside the models `keep`."""
-        if wanted.size + sum(one.size for one in keep) <= memory.limit:
+    def _can_fit(self, wanted: Resident | Newcomer, keep: list[Resident]) -> bool:
+        """Return whether `wanted` fits into the budget beside the models `keep`."""
+        limit = self._ram.limit
+        if wanted.size + sum(one.size for one in keep) <= limit:
             return True
         kept = _size_of(keep)
         size = _size_of([*keep, wanted]) - kept
-        if size <= memory.limit - kept:
+        if size <= limit - kept:
             return True
         self._claim(None)
-        left = format_size(max(0, memory.limit - kept))
+        left = format_size(max(0, limit - kept))
         beside = " beside the models that are always kept" if kept else ""
         error = BadRequest(
             f"The model {wanted.name} needs {format_size(size)}, and --ram leaves {left} for "
@@ -314,11 +319,10 @@ class Residency:
             self._refuse(wanted, error)
         return False
 
-    def _could_free(self, others: list[Resident], memory: SharedRam) -> int:
-        """Return the bytes free without all idle KV and the idle models in `others`."""
+    def _could_free(self, others: list[Resident]) -> int:
         idle = sum(one.kv.ram.idle_bytes for one in self.residents)
         models = self._freed_by([one for one in self._unloadable() if one in others])
-        return memory.free + idle + models
+        return self._ram.free + idle + models
 
     def _freed_by(self, residents: list[Resident], *, now: bool = False) -> int:
         """Return the bytes that unloading all of `residents` would free, without their KV."""
@@ -326,7 +330,6 @@ class Residency:
         return reserved + self.account.freed_by({one.use for one in residents})
 
     def _read_first(self, one: Newcomer) -> None:
-        """Read one more part of the weights of a newcomer."""
         try:
             over = one.left or one.read_on()
         except Exception as error:
@@ -358,8 +361,7 @@ class Residency:
         if one.state == "loaded":
             self._loading = None
             log.info("model %s: loaded in %.1f s", one.name, one.load_s)
-            if self.memory is not None:
-                self.memory.retry_waiting()  # it may be idle, and give its memory to others
+            self._ram.retry_waiting()  # it may be idle, and give its memory to others
 
     def _give_up(self, one: Resident) -> None:
         self._loading = None
@@ -399,16 +401,13 @@ class Residency:
         return [one for one in self.residents if one.idle and not one.keep]
 
     def ceiling(self, tier: RamTier) -> int:
-        """Return the most bytes that a model's budget can have beside models never unloaded."""
-        assert self.memory is not None
         for one in self.residents:
             if one.kv.ram is tier:
                 kept = [other for other in self._kept() if other is not one]
-                return self.memory.limit - _size_of([one, *kept]) + one.reserved
+                return self._ram.limit - _size_of([one, *kept]) + one.reserved
         return tier.budget.limit
 
     def size_beside_kept(self, weights: Weights) -> int:
-        """Return the bytes that `weights` and all models that are never unloaded take together."""
         kept = self._kept()
         besides = sum(one.reserved for one in kept)
         own = (weights.use, weights.nbytes)
@@ -427,7 +426,6 @@ class Residency:
         return all(one.state == "unloaded" for one in self.residents if one.scheduler is scheduler)
 
     def ask(self, scheduler: Scheduler) -> None:
-        """Have the model of `scheduler` loaded although no request waits for it."""
         for one in self.residents:
             if one.scheduler is scheduler and one.state == "unloaded":
                 one.ask()
@@ -452,3 +450,152 @@ def _size_of(models: Sequence[Resident | Newcomer]) -> int:
 
 def _counts_down(one: Resident) -> bool:
     return one.idle and one.idle_s is not None and not one.keep
+
+
+# -- the loop of the MLX thread --------------------------------------------------------------------
+
+MOST_FAILURES = 3
+"""Rounds in a row whose own code fails that end the thread."""
+
+
+class Rounds:
+    """Owner of the MLX thread, which divides its time evenly between the schedulers with work.
+
+    `start`, `end` and `on_death` may be called from any thread, all other methods on the MLX thread
+    only. `residency` decides which models have their weights in memory. `clock` returns seconds.
+    """
+
+    def __init__(
+        self,
+        residency: Residency | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        self.residency = residency or Residency()
+        self.thread = MlxThread(self._die, _ends_thread)
+        self._clock = clock
+        self._used: dict[Scheduler, float] = {}
+        self._listeners: list[Callable[[BaseException], None]] = []
+        self._read_s = 0.0  # of reading weights, less what models have computed since
+        self._started = self._stopping = False
+        self._failures = 0
+
+    # -- from any thread ---------------------------------------------------------------------------
+
+    def start(self) -> None:
+        if not self._started:
+            self._started = True
+            self.thread.post(self.run)
+            self.thread.start()
+
+    def end(self) -> None:
+        """End the loop and the thread after all actions posted so far. Does not block.
+
+        If a scheduler has not been removed by then, neither ends: call `end` again once it is.
+        """
+
+        def stop() -> None:
+            self._stopping = not self._used
+
+        self.thread.post(stop)
+        self.thread.end()
+
+    def on_death(self, listener: Callable[[BaseException], None]) -> None:
+        """Call `listener(error)` once on the MLX thread if an error ends the loop."""
+        if listener not in self._listeners:
+            self._listeners.append(listener)
+
+    def _die(self, error: BaseException) -> None:
+        for listener in self._listeners:
+            try:
+                listener(error)
+            except Exception:  # the others still write to disk
+                log.exception(
+                    "MLX thread died, and its shutdown failed: newest KV may not be on disk"
+                )
+
+    # -- on the MLX thread -------------------------------------------------------------------------
+
+    def add(self, scheduler: Scheduler) -> None:
+        self._used[scheduler] = 0.0
+
+    def remove(self, scheduler: Scheduler) -> None:
+        self._used.pop(scheduler, None)
+        self.residency.remove(scheduler)
+
+    def run(self) -> None:
+        while not self._stopping:
+            self.tick()
+
+    def tick(self) -> None:
+        """Run one round: posted actions, loading and unloading, then a step of one scheduler.
+
+        Of the schedulers with work, the one that has used the least time is stepped; if none has
+        work, all are stepped. Before that, while there is neither work nor a model to load, blocks
+        until an action is posted or a model may be unloaded. After a device error, the active
+        tasks of all schedulers begin again, because it is not known whose command failed; the third
+        such error in a row is raised. Any other exception is logged, and the third in a row raises
+        Inconsistent.
+        """
+        try:
+            self._play()
+            self._failures = 0
+        except Exception as error:
+            if _ends_thread(error):
+                raise
+            self._failures += 1
+            log.error("a round of the MLX thread failed: %s", error, exc_info=error)
+            if self._failures >= MOST_FAILURES:
+                why = f"The MLX thread failed again and again: {error!r}"
+                raise Inconsistent(why) from error
+
+    def _play(self) -> None:
+        stepped: list[Scheduler] = []
+        try:
+            block = not (self._working() or self.residency.busy)
+            self.thread.run_posted(block=block, wait_s=self.residency.wait_s())
+            self._step_residency()
+            working = self._working()
+            stepped = [self._next(working)] if working else list(self._used)
+            sharing = len(working) > 1 or self.residency.reading
+            for scheduler in stepped:
+                self._step(scheduler, sharing=sharing)
+            if working:
+                self.residency.note_step()
+            self.residency.settle()
+        except RuntimeError as error:
+            if not self._used or not device.is_device_error(error):
+                raise
+            stepped = list(self._used)
+            for scheduler in stepped:
+                scheduler.recover(error)
+            self.residency.note_step()
+        for scheduler in stepped:
+            scheduler.publish()
+
+    def _step_residency(self) -> None:
+        """Unload and load models; reading weights takes at most half of the thread's time."""
+        began, reading = self._clock(), self.residency.reading
+        self.residency.step(read=self._read_s <= 0 or not self._working())
+        self._read_s = max(0.0, self._read_s) + self._clock() - began if reading else 0.0
+
+    def _working(self) -> list[Scheduler]:
+        admits = self.residency.admits
+        return [one for one in self._used if one.has_work(admitting=admits(one))]
+
+    def _next(self, working: list[Scheduler]) -> Scheduler:
+        turn = min(working, key=self._used.__getitem__)
+        least = self._used[turn]
+        for scheduler in self._used.keys() - set(working):
+            self._used[scheduler] = max(self._used[scheduler], least)
+        return turn
+
+    def _step(self, scheduler: Scheduler, *, sharing: bool) -> None:
+        began = self._clock()
+        scheduler.step(sharing=sharing, admitting=self.residency.admits(scheduler))
+        seconds = self._clock() - began
+        self._used[scheduler] += seconds
+        self._read_s -= seconds
+
+
+def _ends_thread(error: BaseException) -> bool:
+    return isinstance(error, GroupLost | Inconsistent) or device.is_device_error(error)

@@ -37,12 +37,10 @@ Cause = Literal["idle", "memory", "asked"]
 class Newcomer:
     """A model that is loaded for the first time. MLX thread only, except `room` and `read`.
 
-    `use`: the arrays that it shares with other models. `folders`: the folders of its base models.
-    `nbytes`: estimated bytes of its weights, including shared arrays. `reserved`: least bytes that
-    it needs besides, for forward passes and writes to disk. The future `room` is done once the
-    bytes of the weights are charged to the budget, and `read` once they are read; either has an
-    exception if that is not possible. `on_read(share)` is called after each part that is read, with
-    the share of the weights read so far, from 0 to 1.
+    `folders`: those of its base models. `nbytes`: estimated bytes of its weights, including shared
+    arrays. `reserved`: least bytes that it needs besides. The future `room` is done once the bytes
+    of the weights are charged to the budget, and `read` once they are read; either has an exception
+    if that is not possible. `on_read(share)` is called after each part that is read.
     """
 
     def __init__(
@@ -68,11 +66,9 @@ class Newcomer:
         return self.room.cancelled() or self.read.cancelled()
 
     def note_queued(self, now: float) -> None:
-        """Record that requests wait for the model since `now`, in seconds of a monotonic clock."""
         self.wanted_at = now
 
     def begin(self, weights: Weights) -> None:
-        """Prepare to read `weights` in parts; `read_on` reads each part."""
         self._reading, self._whole = weights.read(), max(1, weights.nbytes)
 
     def read_on(self) -> bool:
@@ -86,7 +82,6 @@ class Newcomer:
         return done is None
 
     def end(self, error: Exception | None = None) -> None:
-        """Complete the future `read`, with `error` if the weights cannot be read."""
         self._reading = iter(())
         if not self.read.set_running_or_notify_cancel():
             return
@@ -139,19 +134,16 @@ class Resident:
 
     @property
     def kv(self) -> KVCache:
-        """The model's cache."""
         return self.scheduler.kv
 
     @property
     def state(self) -> State:
-        """State of the weights: `loaded`, `loading` (being read) or `unloaded`."""
         if self._reading is not None:
             return "loading"
         return "loaded" if self.weights.resident else "unloaded"
 
     @property
     def progress(self) -> float | None:
-        """Share of the weights read so far, from 0 to 1, if the state is `loading`; else None."""
         if self._reading is None:
             return None
         return round(self._read_bytes / max(1, self.weights.nbytes), 3)
@@ -195,17 +187,14 @@ class Resident:
 
     @property
     def use(self) -> BaseUse:
-        """The model's use of arrays of base models, which other models may use too."""
         return self.weights.use
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the model's weights, including arrays that other models use too."""
         return self.weights.nbytes
 
     @property
     def reserved(self) -> int:
-        """Bytes of all kinds together that are set aside for the model while it is in memory."""
         return sum(self._reserved.values())
 
     @property
@@ -216,7 +205,7 @@ class Resident:
 
     @property
     def size(self) -> int:
-        """Bytes that the model takes while it is in memory, without KV: weights and `reserved`."""
+        """Bytes that the model takes while it is in memory, without KV."""
         return self.nbytes + self.reserved
 
     @property
@@ -226,21 +215,10 @@ class Resident:
 
     @property
     def stay_s(self) -> float:
-        """Seconds for which a busy model, once loaded, keeps its memory while other models wait."""
         return max(MIN_STAY_S, STAY_LOADS * self.load_s)
 
     def figures(self) -> dict[str, Any]:
-        """Return the state of the weights, as `GET /v1/models` shows it. Any thread.
-
-        The keys: `state` ("loaded", "loading" or "unloaded"), `progress` (share of the weights read
-        so far if the state is "loading", else None), `size_bytes` (memory that the model takes
-        without KV), `shared_bytes` (the part of it that other loaded models use too),
-        `weights_bytes`, `kv_bytes` (KV and checkpoints in RAM), `bytes_per_token` (of KV), `loads`
-        (how often the weights were read again after an unload), `unloads` (how often they were
-        dropped), `load_s` (seconds of the last of `loads`, 0 before) and `unloaded_for`, why the
-        model is unloaded: "idle", "memory" (another model needed the memory) or "asked" (a client
-        unloaded it); None if it is not unloaded.
-        """
+        """Return the state of the weights, as `GET /v1/models` shows it. Any thread."""
         return {
             "state": self.state,
             "size_bytes": self.size,
@@ -258,9 +236,7 @@ class Resident:
     def note_time(self, now: float) -> None:
         """Update `used_at`, the last time of use, and `wanted_at`, the start of the present wait.
 
-        `wanted_at` is None if no request or client waits for the model's weights, and no request
-        for memory of other models. Waiting for the weights and then for memory counts as one wait.
-        `now`: seconds of a monotonic clock.
+        Waiting for the weights and then for memory counts as one wait.
         """
         scheduler = self.scheduler
         if not scheduler.idle:
@@ -299,7 +275,6 @@ class Resident:
         self.load_s = self.held_at - self._began_at
 
     def note_loaded(self, now: float) -> None:
-        """Record that the weights are in memory from `now` on, in seconds of a monotonic clock."""
         self.held_at = self.used_at = now
 
     def note_given(self, now: float) -> None:
@@ -307,20 +282,16 @@ class Resident:
         self.held_at, self.alone = now, True
 
     def drain(self, *, on: bool) -> None:
-        """Start no more waiting requests of the model if `on`; otherwise let them start again."""
         self.draining = on
 
     def ask(self, *, load: bool = True) -> None:
-        """Ask for the model to be loaded although no request waits; `load=False` cancels that."""
         self.asked = load
 
     def forget_want(self) -> None:
-        """Record that neither a request nor a client waits for the model any more."""
         self.asked = False
         self.wanted_at = None
 
     def give_up(self) -> None:
-        """Stop a read of the weights that failed, and release the bytes that `begin` charged."""
         self._reading, self.asked = None, False
         self._release(*self._held)
         release_unused()
@@ -348,7 +319,7 @@ class Resident:
         """Release the memory that waited for writes to disk, once these have ended.
 
         That is what is set aside for writing and, if the model was unloaded for being idle, its KV;
-        KV stays while the disk cannot be written. Returns True if anything was released.
+        KV stays while the disk cannot be written. Returns whether anything was released.
         """
         if self.state != "unloaded" or self.kv.writing:
             return False

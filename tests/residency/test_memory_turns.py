@@ -12,7 +12,7 @@ import pytest
 from mlxcache.cache.kv_cache import KVCache
 from mlxcache.cache.shared_ram import SharedRam
 from mlxcache.errors import ContextLengthExceeded
-from mlxcache.residency.rounds import Rounds
+from mlxcache.residency.residency import Rounds
 from mlxcache.scheduling.task import Task
 from mlxcache.tree.budget import Budget
 from mlxcache.types import Finished

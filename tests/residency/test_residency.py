@@ -13,12 +13,11 @@ import numpy as np
 import pytest
 
 from mlxcache.cache.kv_cache import KVCache
-from mlxcache.errors import BadRequest, ModelError, NotReady, StoreError
+from mlxcache.errors import BadRequest, NotReady, StoreError
 from mlxcache.model.load import ModelSpec, load
 from mlxcache.model.weights import BaseUse, Pace, Weights
-from mlxcache.residency.residency import Residency
+from mlxcache.residency.residency import Residency, Rounds
 from mlxcache.residency.resident import Newcomer, Resident
-from mlxcache.residency.rounds import Rounds
 from mlxcache.scheduling.task import Task
 from mlxcache.types import Finished
 from tests.conftest import ToyMaker
@@ -470,25 +469,6 @@ class TestMemory:
         else:
             assert isinstance(last_of(task), NotReady)
             assert house.memory.used == 0
-
-    def test_weights_that_cannot_be_read_fail_the_requests_that_wait(
-        self, house: House, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def fails(self: Weights) -> Any:
-            raise ModelError("The files are gone.")
-            yield 0
-
-        b = house.benches["b"]
-        with monkeypatch.context() as patch:
-            patch.setattr(Weights, "read", fails)
-            task = b.put(ids(1), tokens=4)
-            house.run(task)
-        assert "files are gone" in str(last_of(task))
-        assert house.memory is not None
-        assert house.memory.used == 0
-        again = b.put(ids(1), tokens=4)
-        house.run(again)
-        assert again.out == b.cold(ids(1), 4)
 
 
 def test_other_replies_go_on_while_weights_are_read(

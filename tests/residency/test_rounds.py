@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mlxcache.errors import Inconsistent
-from mlxcache.residency.rounds import Rounds
+from mlxcache.residency.residency import Rounds
 
 DEVICE_ERROR = "[METAL] Command buffer execution failed: Ignored"
 

@@ -15,7 +15,7 @@ from mlxcache.cache.kv_cache import KVCache
 from mlxcache.cache.ram import RamTier
 from mlxcache.cache.shared_ram import SharedRam
 from mlxcache.errors import ContextLengthExceeded
-from mlxcache.residency.rounds import Rounds
+from mlxcache.residency.residency import Rounds
 from mlxcache.store.store import Store
 from mlxcache.tree.budget import Budget
 from mlxcache.types import token_ids

@@ -24,9 +24,8 @@ from mlxcache.model.kv import Layout
 from mlxcache.model.load import Loaded, ModelSpec, load
 from mlxcache.model.weights import BaseUse, Weights, is_resident
 from mlxcache.prompt.marks import MARK_DISTANCE
-from mlxcache.residency.residency import Residency
+from mlxcache.residency.residency import Residency, Rounds
 from mlxcache.residency.resident import Resident
-from mlxcache.residency.rounds import Rounds
 from mlxcache.scheduling.decoder import Drawn
 from mlxcache.scheduling.task import Output, Task
 from mlxcache.tree.budget import Budget
