@@ -6,12 +6,9 @@ from __future__ import annotations
 class Budget:
     """Bytes in use, counted by kind ("kv", for example), under one limit. Not thread-safe.
 
-    `used` exceeds `limit` only after `charge`. `high_water` is the highest `used` so far.
-
-    A budget may be a member of another one, `shared`: each change then counts in both, and
-    `reserve` also refuses what does not fit the shared limit. The own limit is what the member
-    could use if it were the only one. The kinds of a shared budget are only its own, such as the
-    weights of each model; its `used` includes the members' bytes.
+    `used` exceeds `limit` only after `charge`. A budget may be a member of another one, `shared`:
+    each change then counts in both, and `reserve` also refuses what does not fit the shared limit.
+    The kinds of a shared budget are only its own; its `used` includes the members' bytes.
     """
 
     def __init__(self, limit_bytes: int, shared: Budget | None = None):

@@ -40,13 +40,12 @@ half.
 class Worth:
     """Scorer of segments for eviction: the logarithm of frequency x cost / size.
 
-    The formula is that of GreedyDual-Size-Frequency. The logarithm keeps frequent use in the
-    past from outweighing current use. Cost / size is compared with that of the first tokens of
-    a prompt, and counts as at least half of it and at most twice. One use weighs more than
-    that: at the same clock, a segment that was reused outlasts one that was not.
+    The logarithm keeps frequent use in the past from outweighing current use. Cost / size is
+    compared with that of the first tokens of a prompt, and counts as at least half of it and at
+    most twice. One use weighs more than that: at the same clock, a segment that was reused outlasts
+    one that was not.
 
-    `bytes_per_token`: bytes of KV. `checkpoint_bytes`: bytes of one checkpoint. `growth`:
-    measured relative increase of a token's compute time for each token before it.
+    `growth`: measured relative increase of a token's compute time for each token before it.
     """
 
     bytes_per_token: int
@@ -54,20 +53,12 @@ class Worth:
     growth: float = 0.0
 
     def of(self, uses: int, tokens: int, end: int, nbytes: int, *, kept: bool = False) -> float:
-        """Return the worth of a segment that ends at position `end`.
-
-        `nbytes`: bytes of its KV and checkpoint together. `kept`: a client's keep hint for it is
-        still valid, which makes it worth more.
-        """
+        """Return the worth of a segment that ends at `end`; with `kept`, a keep hint holds."""
         frequency = 1.0 + log2(1 + min(uses, MOST_USES))
         return frequency + KEPT_MORE * kept + PLACE * self.place(tokens, end, nbytes)
 
     def place(self, tokens: int, end: int, nbytes: int) -> int:
-        """Rank the cost of computing a segment again, per byte that evicting it frees.
-
-        Compared with that of the first tokens of a prompt: 0 for about the same, 1 for at least
-        twice as much, -1 for at most half.
-        """
+        """Rank the cost of computing a segment again, per byte that evicting it frees."""
         usual = self.bytes_per_token + self.checkpoint_bytes / CHECKPOINT_TOKENS
         if nbytes <= 0 or usual <= 0 or tokens <= 0:
             return 0
@@ -79,10 +70,8 @@ class EvictionClock:
     """The clock of GreedyDual, which only moves forward; several eviction orders may share it.
 
     `now`: a number without a unit like all scores; 1 is as much as twice the uses (see `Worth`).
-    `ticks`: number of uses of nodes so far; of equal scores the lower one comes first. A node
-    stores both at each use, so keys of leaves in all orders that share the clock can be compared.
-
-    `held()` returns the bytes of all trees whose leaves are in these orders.
+    `ticks`: number of uses of nodes so far; of equal scores the lower one comes first. `held()`
+    returns the bytes of all trees whose leaves are in these orders.
     """
 
     def __init__(self, held: Callable[[], int]):
@@ -98,11 +87,10 @@ class EvictionOrder:
     """Leaves ordered by score, lowest first; the least recently used first among equal scores.
 
     Leaves that were never reused, and whose conversation has continued on another branch, come
-    before all others. Using a node needs no update of the heap: the key stored for a node is a
-    lower bound of its true key, and is corrected when the node reaches the top. A change that
-    lowers a key must be followed by `renew`; the expiry of keep hints is handled here. A node that
-    reaches the top while `eligible` returns False for it is dropped, and must be added again once
-    it is eligible. `now` returns seconds, for keep hints.
+    before all others. The key stored for a node is a lower bound of its true key, and is corrected
+    when the node reaches the top, so using a node needs no update. A change that lowers a key must
+    be followed by `renew`. A node that reaches the top while `eligible` returns False for it is
+    dropped, and must be added again once it is eligible.
     """
 
     def __init__(
@@ -129,7 +117,6 @@ class EvictionOrder:
             heappush(self._heap, self._entry(node))
 
     def renew(self, node: Node) -> None:
-        """Update the stored key of `node`, if it is in the order. Takes O(log n)."""
         if node in self._entered:
             heappush(self._heap, self._entry(node))
             self._tidy()
@@ -139,7 +126,6 @@ class EvictionOrder:
         self._tidy()
 
     def first(self) -> Node | None:
-        """Return the eligible node with the lowest key, without removing it, or None."""
         self._end_wishes()
         while self._heap:
             key, serial, node = self._heap[0]

@@ -18,7 +18,7 @@ class Usage:
     the highest position up to which a request reused it. `replaced`: the segment was never reused,
     and a later request of its conversation diverged before it. `keeps`: clients' keep hints, as
     pairs of a position up to which to keep the tokens and the seconds to keep them after each use.
-    `seen`: time of the last use, in seconds of a monotonic clock.
+    `seen`: seconds.
     """
 
     clock: float = 0.0

@@ -20,10 +20,7 @@ MOST_ENDS = 20_000
 
 
 class Holdings:
-    """Map from each value to the nodes that hold it. Values are compared by identity.
-
-    All nodes of a value lie on one path, because a value holds at most one token per position.
-    """
+    """Map from each value, by identity, to the nodes that hold it, which lie on one path."""
 
     def __init__(self) -> None:
         # A node keeps its value alive, so an id is not reused while it is a key here.
@@ -43,7 +40,6 @@ class Holdings:
         insort(self._nodes.setdefault(id(node.value), []), node, key=attrgetter("start"))
 
     def remove(self, node: Node) -> None:
-        """Remove `node`, whose value must be the same as when it was added."""
         nodes = self._nodes[id(node.value)]
         nodes.remove(node)
         if not nodes:
@@ -68,13 +64,9 @@ class PrefixTree:
     """Index of cached values by token prefix, with the order in which its leaves are evicted.
 
     A value is any object that holds KV by position, such as a lineage. Each edge is a segment, and
-    each shared prefix is held once. A value is addressed by absolute position, so all segments of
-    one value lie on one path and never overlap. Where another value already held some tokens, a
-    value has a gap. Values are compared by identity. Token ids are int32 of shape (n,), and edges
-    own copies of them. Not thread-safe.
-
-    `tokens`, `segments` (nodes without the root), `checkpoints` and `checkpoint_bytes` count what
-    is in the tree. `now` returns seconds, for keep hints. Several trees may share a `clock`.
+    each shared prefix is held once. All segments of one value lie on one path and never overlap;
+    where another value already held some tokens, a value has a gap. Token ids are int32 of shape
+    (n,), and edges own copies of them. `now` returns seconds, for keep hints. Not thread-safe.
     """
 
     def __init__(
@@ -104,8 +96,7 @@ class PrefixTree:
     def match(self, ids: Tokens, touch: bool = True) -> Match:
         """Find the longest prefix of `ids` in the tree; it may end inside an edge.
 
-        Changes nothing but, with `touch`, the time of last use of the nodes on the path; a node
-        inside which `ids` diverge is not touched.
+        Changes nothing but, with `touch`, the time of last use of the nodes that `ids` pass.
         """
         nodes: list[Node] = []
         length = 0
@@ -132,7 +123,6 @@ class PrefixTree:
         return (nodes[0].start, nodes[-1].end) if nodes else None
 
     def useless(self, node: Node) -> bool:
-        """Return whether `node`, not the root, has no child, lock or checkpoint."""
         if node is self.root or node.detached or node.locks:
             return False
         return not node.children and node.checkpoint is None
@@ -143,12 +133,10 @@ class PrefixTree:
         """Add `ids` to the tree, and return the node that ends at position `len(ids)`.
 
         Tokens already in the tree keep their value. The missing tail becomes a new segment of
-        `value`, which starts with the uses of its conversation; the first `key` tokens identify the
-        conversation; if it is None, a tail that follows a leaf belongs to the leaf's conversation.
-        But the tail extends the leaf that it follows if the leaf has the same value, no checkpoint,
-        and no more uses than a new segment would start with. The whole path counts as used. Without
-        tokens, the root is returned. The caller must lock the node before anything else may evict
-        it.
+        `value`, which starts with the uses of its conversation (that of the first `key` tokens, or
+        if None, of the leaf that the tail follows), or extends the leaf if that has the same value,
+        no checkpoint, and no more uses. The caller must lock the node before anything else may
+        evict it.
 
         Raises ValueError, with nothing changed, if there is a tail and `value` already holds tokens
         outside of the part of `ids` that the tree has; cut those first.
@@ -245,11 +233,7 @@ class PrefixTree:
             self._compress(node)
 
     def cut(self, node: Node, position: int) -> Cut:
-        """Remove [position, end) of an unlocked leaf, with its checkpoint, and return that part.
-
-        If `position` is `node.start`, the whole node is removed; its parent may then become a leaf,
-        or be merged into its one remaining child of the same value.
-        """
+        """Remove [position, end) of an unlocked leaf, with its checkpoint, and return that part."""
         self._require_attached(node)
         if node.locks or node.children or not node.start <= position < node.end:
             raise ValueError(
@@ -280,10 +264,10 @@ class PrefixTree:
     def count_use(self, match: Match, tokens: int, key: int | None = None) -> int:
         """Count a request of `tokens` tokens whose lookup, made just before, returned `match`.
 
-        Returns the number of uses of the request's conversation, this one included, or 0 if the
-        request reuses no segment of it. The first `key` tokens identify the conversation. Segments
-        of the conversation after the point where the request diverges are marked as replaced, so
-        that they are evicted first, unless a request has reused them before. May split an edge.
+        Returns the number of uses of its conversation, or 0 if it reuses no segment of it. The
+        first `key` tokens identify the conversation. Segments of it after the point where the
+        request diverges are marked as replaced, so that they are evicted first, unless a request
+        has reused them. May split an edge.
         """
         nodes, length = [node for node in match.nodes if node.end <= match.length], match.length
         if match.nodes and length == tokens:
@@ -303,10 +287,7 @@ class PrefixTree:
         return nodes[-1].usage.count if nodes and _same_conversation(nodes[-1], key) else 0
 
     def renew(self, nodes: Sequence[Node], least: int = 0) -> None:
-        """Mark the path to the last of `nodes` still in the tree as used, `least` times or more.
-
-        For a conversation that no request uses at the moment, but that is expected to continue.
-        """
+        """Mark the path to the last of `nodes` still in the tree as used, `least` times or more."""
         last = next((node for node in reversed(nodes) if not node.detached), None)
         path = last.path()[1:] if last is not None else []
         self._touch(path)
@@ -316,7 +297,6 @@ class PrefixTree:
             self._compress(node)
 
     def keep(self, node: Node, wishes: tuple[tuple[int, float], ...]) -> None:
-        """Add clients' keep hints to the nodes on the path to `node`; see `Usage.keeps`."""
         for each in node.path():
             each.usage.keep(tuple(wish for wish in wishes if wish[0] > each.start))
 
@@ -476,8 +456,7 @@ class PathEnds:
     def match(self, key: Hashable, ids: Tokens | None) -> Match | None:
         """Return the match of a path, or None if `ids` is None and tokens must be compared.
 
-        `key` stands for the path: it has the same token ids in each call. Without `ids` it takes
-        O(nodes of the path). Changes nothing.
+        `key` stands for the path: it has the same token ids in each call. Changes nothing.
         """
         if not self._tree.root.children:
             return Match.of((), 0)

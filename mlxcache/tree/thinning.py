@@ -47,11 +47,10 @@ def checkpoints_to_drop(
 ) -> list[int]:
     """Choose which checkpoints of a path to drop so that at most `most` are left.
 
-    `positions`: those of the checkpoints, in tokens, ascending. `kept`: positions of checkpoints
-    that must stay. `parted`: positions where other paths branch, whose checkpoints count as worth
-    more. `worth`: only checkpoints worth less than this are dropped, even if more than `most` are
-    then left; the module describes the worth. The checkpoint at the first of `positions` and those
-    at the last 4 always stay.
+    `positions`: in tokens, ascending. `kept`: those that must stay. `parted`: those where other
+    paths branch, which count as worth more. `worth`: only checkpoints worth less than this are
+    dropped, even if more than `most` are then left. The first of `positions` and the last 4 always
+    stay.
     """
     count, last = len(positions), len(positions) - NEWEST
     before = [i - 1 for i in range(count)]

@@ -27,18 +27,6 @@ def order(eligible=lambda _: True) -> EvictionOrder:
     return EvictionOrder(Worth(1), eligible, EvictionClock(lambda: 1))
 
 
-def test_the_first_stays_until_it_is_used():
-    """Asking removes nothing; a later use moves it back."""
-    leaves = order()
-    one, two = node(1), node(2)
-    leaves.add(two)
-    leaves.add(one)
-    assert leaves.first() is leaves.first() is one
-    one.used_at, one.usage.clock = 3, 3.0
-    assert leaves.first() is two
-    check_order(leaves)
-
-
 def test_what_is_not_eligible_is_forgotten_until_added_again():
     """It costs one look, not one on every call."""
     leaves = order(lambda each: not each.locks)

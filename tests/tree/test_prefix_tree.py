@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mlxcache.tree.node import Cut
 from mlxcache.tree.prefix_tree import PrefixTree
 from mlxcache.types import token_ids
-from tests.tree.check import chain, check_tree, clear
+from tests.tree.check import check_tree
 
 
 class Buffer:
@@ -44,32 +43,11 @@ def test_an_empty_tree_matches_nothing(tree):
     assert tree.match(ids()).length == 0
 
 
-def test_a_match_ends_at_the_first_different_token(tree):
-    """Also in the middle of an edge."""
-    node = tree.insert(ids(1, 2, 3, 4), A)
-    assert (node.start, node.end) == (0, 4)
-    match = tree.match(ids(1, 2, 9, 4))
-    assert (match.length, match.nodes) == (2, (node,))
-    assert match.spans(2) == [(A, 0, 2)]
-    assert match.spans(1) == [(A, 0, 1)]
-
-
 def test_spans_beyond_the_match_are_refused(tree):
     """A span names only KV whose tokens were compared."""
     tree.insert(ids(1, 2, 3), A)
     with pytest.raises(ValueError, match="3 is outside of a match of 2"):
         tree.match(ids(1, 2)).spans(3)
-
-
-def test_a_branch_shares_its_prefix(tree):
-    """The shared tokens are held once, and stay with the value that brought them."""
-    tree.insert(ids(1, 2, 3, 4), A)
-    leaf = tree.insert(ids(1, 2, 7, 8, 9), B)
-    assert (tree.tokens, tree.segments, tree.kv_bytes) == (7, 3, 70)
-    assert (leaf.value, leaf.start, leaf.end) == (B, 2, 5)
-    assert tree.match(ids(1, 2, 7, 8, 9)).spans(5) == [(A, 0, 2), (B, 2, 5)]
-    assert tree.match(ids(1, 2, 3, 4)).spans(4) == [(A, 0, 4)]
-    assert set(tree.values()) == {A, B}
 
 
 def test_a_leaf_of_the_same_value_grows_in_place(tree):
@@ -80,60 +58,9 @@ def test_a_leaf_of_the_same_value_grows_in_place(tree):
     assert (tree.segments, leaf.end, tree.live_range(A)) == (1, 3, (0, 3))
 
 
-def test_a_checkpoint_keeps_its_boundary(tree):
-    """A leaf with a checkpoint is continued by a new node."""
-    leaf = tree.insert(ids(1, 2), A)
-    tree.set_checkpoint(leaf, "state", 5)
-    longer = tree.insert(ids(1, 2, 3), A)
-    assert (longer.parent, tree.segments) == (leaf, 2)
-    match = tree.match(ids(1, 2, 3))
-    assert match.checkpoints == ((2, leaf),)
-    assert match.spans(3) == [(A, 0, 3)]
-
-
-def test_checkpoints_of_a_partly_matched_node_do_not_count(tree):
-    """The state at the end of an edge serves only who has all its tokens."""
-    tree.set_checkpoint(tree.insert(ids(1, 2, 3), A), "state", 5)
-    assert tree.match(ids(1, 2)).checkpoints == ()
-    assert len(tree.match(ids(1, 2, 3)).checkpoints) == 1
-
-
-def test_inserting_a_held_prefix_makes_a_boundary(tree):
-    """The node returned ends exactly there, and the lower part keeps the checkpoint."""
-    whole = tree.insert(ids(1, 2, 3), A)
-    tree.set_checkpoint(whole, "state", 5)
-    part = tree.insert(ids(1, 2), B)
-    assert (part.end, part.value, part.checkpoint) == (2, A, None)
-    assert (whole.start, whole.checkpoint, whole.parent) == (2, "state", part)
-    assert set(tree.values()) == {A}
-
-
 def test_inserting_nothing_returns_the_root(tree):
     """The empty prefix is always present."""
     assert tree.insert(ids(), A) is tree.root
-
-
-def test_a_value_cannot_hold_two_branches(tree):
-    """A value has one token per position; a second branch is refused and changes nothing."""
-    tree.insert(ids(1, 2, 3), A)
-    with pytest.raises(ValueError, match="holds other tokens"):
-        tree.insert(ids(1, 2, 4), A)
-    assert (tree.tokens, tree.segments) == (3, 1)
-    tree.cut(tree.match(ids(1, 2, 3)).nodes[-1], 2)
-    tree.insert(ids(1, 2, 4), A)
-    assert tree.match(ids(1, 2, 4)).spans(3) == [(A, 0, 3)]
-
-
-def test_a_value_may_continue_past_a_gap(tree):
-    """Of two that compute the same tokens the first keeps them; the second continues."""
-    tree.insert(ids(1, 2), A)
-    tree.set_checkpoint(tree.match(ids(1, 2)).nodes[-1], "state", 1)
-    tree.insert(ids(1, 2, 3), B)
-    tree.insert(ids(1, 2, 3, 4), A)
-    assert tree.match(ids(1, 2, 3, 4)).spans(4) == [(A, 0, 2), (B, 2, 3), (A, 3, 4)]
-    assert tree.live_range(A) == (0, 4)
-    assert [node.start for node in chain(tree, tree.root, A)] == [0]
-    assert [node.start for node in tree.holders(A)] == [0, 3]
 
 
 def test_edges_own_their_tokens(tree):
@@ -191,15 +118,6 @@ def test_a_checkpoint_is_something_of_some_size(tree, state, nbytes):
         tree.set_checkpoint(tree.root, "state", 1)
 
 
-def test_dropping_an_inner_checkpoint_merges(tree):
-    """The KV stays, in one segment."""
-    upper = tree.insert(ids(1, 2), A)
-    tree.set_checkpoint(upper, "state", 5)
-    lower = tree.insert(ids(1, 2, 3), A)
-    tree.drop_checkpoint(upper)
-    assert (upper.detached, lower.start, tree.segments, tree.tokens) == (True, 0, 1, 3)
-
-
 def test_asking_for_a_boundary_does_not_outlive_its_checkpoint(tree):
     """Without the checkpoint it serves nothing, though it was asked for again meanwhile."""
     upper = tree.insert(ids(1, 2), A)
@@ -208,18 +126,6 @@ def test_asking_for_a_boundary_does_not_outlive_its_checkpoint(tree):
     assert tree.insert(ids(1, 2), A) is upper
     tree.drop_checkpoint(upper)
     assert (upper.detached, tree.segments) == (True, 1)
-
-
-def test_a_locked_boundary_is_merged_only_when_released(tree):
-    """Dropping its checkpoint leaves the node where it is."""
-    upper = tree.insert(ids(1, 2), A)
-    tree.set_checkpoint(upper, "state", 5)
-    lower = tree.insert(ids(1, 2, 3), A)
-    tree.lock(lower)
-    tree.drop_checkpoint(upper)
-    assert not upper.detached
-    tree.unlock(lower)
-    assert (upper.detached, lower.start) == (True, 0)
 
 
 def test_locks_count_on_the_whole_path(tree):
@@ -238,36 +144,6 @@ def test_locks_count_on_the_whole_path(tree):
     assert tree.cut(leaf, 1).tokens == 1
 
 
-def test_the_holders_of_a_value_follow_one_another(tree):
-    """It starts at the node itself if that holds the value, else at its child."""
-    top = tree.insert(ids(1, 2), A)
-    tree.set_checkpoint(top, "state", 1)
-    low = tree.insert(ids(1, 2, 3), A)
-    tree.insert(ids(1, 2, 4), B)
-    assert chain(tree, tree.root, A) == chain(tree, top, A) == [top, low]
-    assert chain(tree, low, A) == [low]
-    assert [node.value for node in chain(tree, top, B)] == [B]
-    assert chain(tree, tree.root, B) == chain(tree, top, C) == []
-
-
-def test_retarget_moves_a_branch_to_another_value(tree):
-    """The shared part stays with the old value."""
-    tree.insert(ids(1, 2, 3, 4), A)
-    tree.insert(ids(1, 2, 9), B)
-    leaf = tree.match(ids(1, 2, 3, 4)).nodes[-1]
-    tree.retarget(chain(tree, leaf, A), C)
-    assert tree.match(ids(1, 2, 3, 4)).spans(4) == [(A, 0, 2), (C, 2, 4)]
-    assert (tree.live_range(A), tree.live_range(C)) == ((0, 2), (2, 4))
-
-
-def test_retarget_merges_what_becomes_one(tree):
-    """Two segments of one value with nothing between them are one segment."""
-    tree.insert(ids(1, 2), A)
-    leaf = tree.insert(ids(1, 2, 3), B)
-    tree.retarget([leaf], A)
-    assert (tree.segments, leaf.start, tree.live_range(B)) == (1, 0, None)
-
-
 def test_retarget_refuses_two_branches(tree):
     """Neither two nodes side by side nor a value that lives beside them."""
     tree.insert(ids(1, 2), A)
@@ -277,44 +153,6 @@ def test_retarget_refuses_two_branches(tree):
         with pytest.raises(ValueError, match="two branches"):
             tree.retarget(nodes, value)
     assert (one.value, two.value) == (A, B)
-
-
-def test_live_range_follows_cuts(tree):
-    """It shrinks with the tail and ends with the last node."""
-    leaf = tree.insert(ids(1, 2, 3), A)
-    assert tree.live_range(A) == (0, 3)
-    tree.cut(leaf, 1)
-    assert tree.live_range(A) == (0, 1)
-    tree.cut(leaf, 0)
-    assert tree.live_range(A) is None
-    assert list(tree.values()) == []
-
-
-def test_equal_values_are_not_one_value(tree):
-    """Identity tells values apart."""
-    one, other = [1], [1]
-    tree.insert(ids(1, 2), one)
-    tree.insert(ids(1, 2, 3), other)
-    assert tree.match(ids(1, 2, 3)).spans(3) == [(one, 0, 2), (other, 2, 3)]
-    assert tree.live_range(other) == (2, 3)
-
-
-def test_cut_drops_a_tail_and_its_checkpoint(tree):
-    """The checkpoint was the state at the old end."""
-    leaf = tree.insert(ids(1, 2, 3), A)
-    tree.set_checkpoint(leaf, "state", 5)
-    assert tree.cut(leaf, 1) == Cut(A, 1, 3, 2, "state", 5)
-    assert (tree.tokens, tree.checkpoints, leaf.end) == (1, 0, 1)
-    assert tree.match(ids(1, 2, 3)).length == 1
-
-
-def test_cut_removes_a_leaf(tree):
-    """Its parent is merged with the child that is left."""
-    tree.insert(ids(1, 2, 3), A)
-    other = tree.insert(ids(1, 2, 9), B)
-    assert tree.cut(other, 2) == Cut(B, 2, 3, 1, None, 0)
-    assert (other.detached, tree.segments) == (True, 1)
-    assert tree.match(ids(1, 2, 3)).spans(3) == [(A, 0, 3)]
 
 
 def test_cut_refuses_what_is_no_unlocked_leaf(tree):
@@ -342,16 +180,6 @@ def test_the_least_recently_used_leaf_goes_first(tree):
     assert order == [B, C, A]
 
 
-def test_a_parent_becomes_a_leaf(tree):
-    """Once its children are gone it can be evicted too."""
-    tree.insert(ids(1, 2), A)
-    tree.insert(ids(1, 2, 3), B)
-    leaf = tree.least_leaf()
-    assert leaf.value is B
-    tree.cut(leaf, 2)
-    assert tree.least_leaf().value is A
-
-
 def test_locked_nodes_are_never_offered(tree):
     """They are again once the lock is released."""
     leaf = tree.insert(ids(1, 2), A)
@@ -360,17 +188,6 @@ def test_locked_nodes_are_never_offered(tree):
     assert tree.least_leaf() is None
     tree.unlock(leaf)
     assert tree.least_leaf() is leaf
-
-
-def test_clear_leaves_only_what_is_locked(tree):
-    """And says what was cut."""
-    tree.insert(ids(1, 2, 3), A)
-    kept = tree.insert(ids(1, 2, 9), B)
-    tree.insert(ids(7), C)
-    tree.lock(kept)
-    assert sorted((cut.start, cut.end) for cut in clear(tree)) == [(0, 1), (2, 3)]
-    assert tree.match(ids(1, 2, 9)).spans(3) == [(A, 0, 2), (B, 2, 3)]
-    assert (tree.tokens, tree.segments) == (3, 2)
 
 
 def test_a_match_is_a_snapshot(tree):

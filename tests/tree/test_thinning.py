@@ -89,10 +89,3 @@ def test_a_growing_conversation_stays_covered():
         assert held[0] == 500
         assert message % 7 or worst(held, every, end) <= 0.5
     assert size * len(held) <= FEWEST * size + end * kv
-
-
-def test_bytes_grow_with_tokens():
-    """And not faster."""
-    sizes = [allowed(n * 25_000, 75_000_000, 0) for n in (20_000, 40_000, 80_000)]
-    assert sizes[2] - sizes[1] == 2 * (sizes[1] - sizes[0])
-    assert allowed(0, 100, 6400) == FEWEST * 100 + 100
