@@ -24,7 +24,6 @@ from mlxcache.bench.machine import describe_machine
 from mlxcache.bench.measure import RESTART, Plan, Results, measure, restart_checks, speed_checks
 from mlxcache.bench.process import (
     Launch,
-    Lives,
     NoOwnTime,
     NotStarted,
     OwnTime,
@@ -47,8 +46,6 @@ FAILURES = (NotStarted, NoOwnTime, NotApplicable, MlxcacheError, Refused, OSErro
 
 
 class MeasurementSet(NamedTuple):
-    """Set of measurements of --only; `minutes` on a Linux machine with 2 CPU cores."""
-
     title: str
     names: tuple[str, ...]
     minutes: int
@@ -194,7 +191,6 @@ def bench(
 def read_replay(
     path: Path | None, scale: float, requests: int | None, *, users: int, ram: str, disk: str
 ) -> Replay | None:
-    """Return the trace in a file with the limits of the servers. Raises typer.BadParameter."""
     if path is None:
         return None
     try:
@@ -262,19 +258,16 @@ class Bench:
         self.found |= self._report(results, servers)
 
     def family(self, model: Path, names: Sequence[str], family: str) -> None:
-        """Run the scenarios `names` at every server with a model of one architecture."""
         found = self._report(*self._measure(model, family, names), family)
         self.found.setdefault("families", {})[family] = found
 
     def restart(self, model: Path, name: str = RESTART) -> None:
-        """Measure first tokens after every server was killed and started again."""
         results, _ = self._measure(model, name, [RESTART])
         report.show_restarts(self.console, results, name)
         self.found.setdefault("restart", {})[name] = report.restarts_json(results)
         self.checks += restart_checks(results)
 
     def trace(self, model: Path, plan: Replay) -> None:
-        """Replay the trace of `plan` at every server with equal RAM."""
         launches, wait_s = self.options.launches, self.options.wait_s
         with self.console.status("trace") as status:
             found = plan.play(model, self.folder, launches, wait_s=wait_s, status=status.update)
@@ -290,19 +283,19 @@ class Bench:
         """Run `scenarios` at all servers, which have ended then but hold their memory figures."""
         options, filler = self.options, Filler(model)
 
-        def visit(server: Lives, run: int) -> Visit:  # new text in each run: caches persist
+        def visit(server: Server, run: int) -> Visit:  # new text in each run: caches persist
             seed = f"{self.folder.name}/{name}/{run}"
             return Visit(server, filler, options.tokens, options.reply_tokens, seed)
 
         with ExitStack() as stack, self.console.status("starting the servers") as status:
-            lives = [
-                stack.enter_context(Lives(one, model, self.folder, options.wait_s))
+            servers = [
+                stack.enter_context(Server(one, model, self.folder, options.wait_s))
                 for one in (self.ours(name), *options.launches)
             ]
-            # those that restart are begun in their turn, so that one that fails is reported
-            servers = [one.server for one in lives] if scenarios != [RESTART] else []
+            for one in servers if scenarios != [RESTART] else ():
+                one.start()  # one that is to restart and fails is reported in its turn
             plan = Plan(scenarios, options.runs, visit, status.update, options.keep)
-            return measure(plan, lives, own), servers
+            return measure(plan, servers, own), servers
 
     def _report(
         self, results: Results, servers: Sequence[Server], family: str = ""

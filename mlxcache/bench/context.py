@@ -20,7 +20,7 @@ import psutil
 
 from mlxcache.bench.client import Client
 from mlxcache.bench.findings import Findings
-from mlxcache.bench.process import Launch, Lives, OwnTime, measuring, mlx_lm_server, ours
+from mlxcache.bench.process import Launch, OwnTime, Server, measuring, mlx_lm_server, ours
 from mlxcache.bench.scenarios import Filler
 from mlxcache.errors import ModelError
 
@@ -44,8 +44,6 @@ class TimeUp(Exception):
 
 
 class Clock:
-    """Remaining time of a run that may take `seconds`, counted from when this object is made."""
-
     def __init__(self, seconds: float):
         self._end = time.monotonic() + seconds
 
@@ -103,8 +101,6 @@ QUICK = Scale(
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """Model to be measured: its folder, its name in the report, and its config.json."""
-
     path: Path
     label: str
     config: Mapping[str, Any]
@@ -214,20 +210,20 @@ class Context:
         return seconds <= left_s
 
     @contextlib.contextmanager
-    def serving(self, *extra: str, **variables: str) -> Iterator[Lives]:
+    def serving(self, *extra: str, **variables: str) -> Iterator[Server]:
         """Yield an mlxcache server with a new cache folder, started when first used."""
         where = {"prefix": "cache-", "dir": self.folder, "ignore_cleanup_errors": True}
         with tempfile.TemporaryDirectory(**where) as cache:  # type: ignore[call-overload]
             launch = replace(ours(Path(cache), *extra), variables=variables)
-            with self._lives(launch) as lives:
-                yield lives
+            with self._server(launch) as server:
+                yield server
 
-    def theirs(self) -> Lives:
-        return self._lives(mlx_lm_server())
+    def theirs(self) -> Server:
+        return self._server(mlx_lm_server())
 
     def own_time(self) -> AbstractContextManager[OwnTime]:
         return measuring(self.subject.path, self.folder)
 
-    def _lives(self, launch: Launch) -> Lives:
+    def _server(self, launch: Launch) -> Server:
         timeout = max(LEAST_WAIT_S, self.clock.left_s)
-        return Lives(launch, self.subject.path, self.folder, START_S, timeout)
+        return Server(launch, self.subject.path, self.folder, START_S, timeout)

@@ -56,7 +56,6 @@ class Unequal(Exception):
 
 
 def random_ids(count: int, seed: int) -> Tokens:
-    """Return `count` random token ids that every vocabulary has."""
     return token_ids(np.random.default_rng(seed).integers(0, TOKEN_IDS, count, np.int32))
 
 
@@ -77,13 +76,10 @@ def compare(right: Said, other: Said, tolerance: float) -> tuple[float, bool, bo
 
 
 class Comparison:
-    """Comparison of replies with right ones; `wrong` describes those that differ."""
-
     def __init__(self) -> None:
         self.wrong: list[str] = []
 
     def add(self, right: Said, other: Said, tolerance: float, what: str) -> tuple[float, bool]:
-        """Compare one reply, described as `what`; return the difference, and whether they part."""
         apart, same, parted = compare(right, other, tolerance)
         if apart > tolerance or not same:
             self.wrong.append(f"{what}: {apart:.3f} apart, tolerance {tolerance:.3f}")
@@ -308,7 +304,6 @@ async def _compare_guessed(
 
 
 async def _measure_speed(inside: Inside, scale: Scale, run: int, found: Findings) -> None:
-    """Add the speeds of a new reply and of one that was given before, with guesses and without."""
     tokens, sampling = 4 * scale.reply, Sampling(temperature=1.0, seed=run)
     for kind in (NEW, AGAIN):
         ids = random_ids(scale.decode[0], seed=1000 + 2 * run + (kind == AGAIN))

@@ -13,7 +13,6 @@ Status = Literal["done", "failed", "not run", "not applicable"]
 
 
 def middle(values: Iterable[float | None]) -> float | None:
-    """Return the median of the values that are not None, or None if there are none."""
     known = [value for value in values if value is not None]
     return median(known) if known else None
 
@@ -125,7 +124,6 @@ class Findings:
         return value
 
     def merge(self, other: Findings) -> None:
-        """Take over everything of `other` but its name, its model and its time."""
         self.status, self.error = other.status, other.error
         self.tables |= other.tables
         self.checks += other.checks
@@ -144,7 +142,6 @@ CLOSING = (
 
 
 def as_json(machine: Mapping[str, Any], run: Mapping[str, Any], all: Sequence[Findings]) -> str:
-    """Return the JSON text of the report, with every sample; seconds and bytes."""
     value = {
         "format": FORMAT,
         "machine": machine,
@@ -155,7 +152,6 @@ def as_json(machine: Mapping[str, Any], run: Mapping[str, Any], all: Sequence[Fi
 
 
 def as_markdown(machine: Mapping[str, Any], run: Mapping[str, Any], all: Sequence[Findings]) -> str:
-    """Return the report as a Markdown page, with the median of each figure."""
     lines = ["# mlxcache prove", "", *_machine(machine, run), *_bounds(all), *_left_out(all)]
     for found in all:
         if found.tables or found.notes:

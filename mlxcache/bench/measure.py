@@ -11,7 +11,7 @@ from typing import Any
 
 from mlxcache.bench.client import Client, Refused, Reply
 from mlxcache.bench.findings import Check, by, middle
-from mlxcache.bench.process import OURS, THEIRS, Lives, NotStarted, OwnTime
+from mlxcache.bench.process import OURS, THEIRS, NotStarted, OwnTime, Server
 from mlxcache.bench.scenarios import AGAIN, SCENARIOS, Outcome, Visit, restart
 
 SETTLE_S = 0.05
@@ -32,8 +32,6 @@ Figures = dict[str, float | None]
 
 
 class Samples(dict[str, list[Figures]]):
-    """Samples of one scenario by the server's name."""
-
     def medians(self, server: str) -> Figures:
         taken = self.get(server, [])
         return {name: middle(one[name] for one in taken) for name in (taken[0] if taken else ())}
@@ -138,12 +136,12 @@ class Plan:
 
     scenarios: Sequence[str]
     runs: int
-    visit: Callable[[Lives, int], Visit]
+    visit: Callable[[Server, int], Visit]
     on_step: Callable[[str], None]
     keep: bool = False
 
     def play(
-        self, servers: Sequence[Lives], take: Callable[[str, Lives, Visit], None]
+        self, servers: Sequence[Server], take: Callable[[str, Server, Visit], None]
     ) -> list[str]:
         """Call `take(scenario, server, visit)` in turn; return failures as text. Blocks.
 
@@ -170,7 +168,7 @@ class Plan:
         return failures
 
 
-def measure(plan: Plan, servers: Sequence[Lives], own: OwnTime | None = None) -> Results:
+def measure(plan: Plan, servers: Sequence[Server], own: OwnTime | None = None) -> Results:
     """Run the scenarios of `plan` at all `servers` and return the results. Blocks.
 
     `own`, if not None, measures the turns of this server's scenario `warm` again with mlx-lm alone.
@@ -179,7 +177,7 @@ def measure(plan: Plan, servers: Sequence[Lives], own: OwnTime | None = None) ->
         name: Samples({server.name: [] for server in servers}) for name in plan.scenarios
     })  # fmt: skip
 
-    def take(name: str, server: Lives, visit: Visit) -> None:
+    def take(name: str, server: Server, visit: Visit) -> None:
         if name == RESTART:
             taken = restart_figures(restart(visit), server.client)
             results.samples[name][server.name].append(taken)
@@ -229,7 +227,6 @@ def speed_checks(results: Results, others: Sequence[str]) -> Iterator[Check]:
 
 
 def restart_checks(results: Results) -> Iterator[Check]:
-    """Yield the bounds on mlxcache's restarts: none may fail or lose a token of its cold turn."""
     yield Check("restarts that failed here", _failed(results.failures), 0)
     rounds = results.samples[RESTART]
     mine = rounds.medians(OURS)

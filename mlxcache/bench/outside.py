@@ -16,7 +16,7 @@ from functools import partial
 from mlxcache.bench.client import Client, Messages, Reply
 from mlxcache.bench.context import WORKING_BYTES, Context, settle
 from mlxcache.bench.findings import NotApplicable, by, middle
-from mlxcache.bench.process import OURS, THEIRS, Lives, OwnTime
+from mlxcache.bench.process import OURS, THEIRS, OwnTime, Server
 from mlxcache.bench.scenarios import Visit, at_once
 from mlxcache.command_buffers import LARGE, OWN
 from mlxcache.config.settings import SETTINGS
@@ -61,9 +61,9 @@ def _ours(context: Context, tokens: int) -> float:
     found = context.found
     row = f"{tokens:,} tokens, {OURS}"
     with ExitStack() as stack:
-        lives = stack.enter_context(context.serving())
+        server = stack.enter_context(context.serving())
         own = _own_beside(context, tokens, stack)
-        visit = _visit(context, lives, tokens)
+        visit = _visit(context, server, tokens)
         context.on_step(f"{tokens:,} tokens: cold")
         cold = visit.open("main")
         _note(context, row, "cold", cold)
@@ -71,16 +71,16 @@ def _ours(context: Context, tokens: int) -> float:
         ratios: list[float | None] = []
         for _ in range(context.scale.runs):
             context.on_step(f"{tokens:,} tokens: warm")
-            settle(lives.client)
+            settle(server.client)
             reply = visit.go_on("main")
             _note(context, row, "warm", reply)
             fed.append((reply.cached_tokens or 0, reply.fed_tokens or 1))
             if own is not None and reply.cached_tokens:
-                settle(lives.client)
+                settle(server.client)
                 own_s = own.ask(*fed[-1])[0]
                 found.add(TIMES, row, "the model's own", "s", own_s)
                 ratios.append(by(reply.first_s, own_s))
-        _restarts(context, row, lives, visit)
+        _restarts(context, row, server, visit)
     if own is None:
         ratios = _own_after(context, row, fed)
     ratio, why_not = middle(ratios), None
@@ -94,7 +94,6 @@ def _ours(context: Context, tokens: int) -> float:
 
 
 def _own_beside(context: Context, tokens: int, stack: ExitStack) -> OwnTime | None:
-    """Return a process that times mlx-lm; None if memory is short or it cannot be timed."""
     if context.subject.needed_bytes(tokens, processes=2) > context.usable_bytes:
         return None
     try:
@@ -120,9 +119,9 @@ def _own_after(context: Context, row: str, fed: Sequence[tuple[int, int]]) -> li
     return [by(mine, own) for mine, own in zip(warm, times, strict=True)]
 
 
-def _restarts(context: Context, row: str, lives: Lives, visit: Visit) -> None:
+def _restarts(context: Context, row: str, server: Server, visit: Visit) -> None:
     runs = 1 if visit.tokens >= BOUND_TOKENS else context.scale.runs
-    ends = {"restored": lambda: lives.stop(STOP_S), "after kill -9": lives.kill}
+    ends = {"restored": lambda: server.stop(STOP_S), "after kill -9": server.kill}
     for column, end in ends.items():
         for _ in range(runs):
             context.on_step(f"{visit.tokens:,} tokens: {column}")
@@ -135,16 +134,16 @@ def _restarts(context: Context, row: str, lives: Lives, visit: Visit) -> None:
 
 def _theirs(context: Context, tokens: int) -> None:
     row = f"{tokens:,} tokens, {THEIRS}"
-    with context.theirs() as lives:
-        visit = _visit(context, lives, tokens)
+    with context.theirs() as server:
+        visit = _visit(context, server, tokens)
         context.on_step(f"{tokens:,} tokens: {THEIRS}")
         _note(context, row, "cold", visit.open("main"))
         for _ in range(context.scale.runs):
             _note(context, row, "warm", visit.go_on("main"))
 
 
-def _visit(context: Context, lives: Lives, tokens: int) -> Visit:
-    return Visit(lives, context.filler, tokens, REPLY_TOKENS, f"prove/{tokens}")
+def _visit(context: Context, server: Server, tokens: int) -> Visit:
+    return Visit(server, context.filler, tokens, REPLY_TOKENS, f"prove/{tokens}")
 
 
 def _note(context: Context, row: str, column: str, reply: Reply) -> None:
@@ -168,7 +167,6 @@ PLEA = "Go on with such lines for as long as you can, and do not end."
 
 
 def decode(context: Context) -> None:
-    """Measure decoding with mlxcache, mlx_lm.generate and mlx_lm.server."""
     for tokens in context.scale.decode:
         what = f"decoding at {tokens:,} tokens"
         if not context.fits(what, tokens):
@@ -177,15 +175,15 @@ def decode(context: Context) -> None:
         _beside_generate(context, tokens)
         took = time.monotonic() - began
         if context.in_time(f"{what}, {THEIRS}", took):
-            with context.theirs() as lives:
-                _decode_at(context, tokens, lives, None)
+            with context.theirs() as server:
+                _decode_at(context, tokens, server, None)
 
 
 def _beside_generate(context: Context, tokens: int) -> None:
     why_not = "replies of a quick run are too short" if context.scale.quick else None
     own: OwnTime | None = None
     with ExitStack() as stack:
-        lives = stack.enter_context(context.serving())
+        server = stack.enter_context(context.serving())
         if not context.fits(f"{GENERATE} at {tokens:,} tokens", tokens, processes=2):
             why_not = "memory is short for two processes"
         else:
@@ -193,19 +191,19 @@ def _beside_generate(context: Context, tokens: int) -> None:
                 own = stack.enter_context(context.own_time())
             except NotApplicable as why:
                 why_not = str(why)
-        ratio = middle(_decode_at(context, tokens, lives, own))
+        ratio = middle(_decode_at(context, tokens, server, own))
     name = f"tokens/s at {tokens:,} tokens, by {GENERATE}'s"
     context.found.hold(name, ratio, SHARE, least=True, why_not=why_not)
 
 
 def _decode_at(
-    context: Context, tokens: int, lives: Lives, own: OwnTime | None
+    context: Context, tokens: int, server: Server, own: OwnTime | None
 ) -> list[float | None]:
-    """Measure decoding at the server of `lives`; return its speeds by those of mlx_lm.generate."""
+    """Measure decoding at one server; return its speeds by those of mlx_lm.generate."""
     found, scale = context.found, context.scale
-    row = f"{tokens:,} tokens, {lives.name}"
+    row = f"{tokens:,} tokens, {server.name}"
     texts = endless_prompts(context, tokens)
-    client = lives.client
+    client = server.client
     ratios: list[float | None] = []
     context.on_step(f"{row}: the prompt")
     client.chat(next(texts), 2)  # computes the prefix that all prompts share
@@ -232,7 +230,6 @@ def _decode_at(
 
 
 def endless_prompts(context: Context, tokens: int) -> Iterator[Messages]:
-    """Yield prompts without end, which differ only in the last message."""
     system = context.filler.text(max(16, tokens - LAST_TOKENS), f"decode/{tokens}")
     number = 0
     while True:
@@ -279,7 +276,6 @@ def command_buffers(context: Context) -> None:
 
 
 def prefill(context: Context) -> None:
-    """Measure the speed of prefill: mlx-lm's in passes of several lengths, and mlxcache's."""
     scale, found = context.scale, context.found
     row = f"{scale.prompt:,} tokens"
     if not context.fits("prefill", scale.prompt):
@@ -291,11 +287,11 @@ def prefill(context: Context) -> None:
             for _ in range(scale.runs):
                 rate = own.prefill(scale.prompt, step)
                 found.add(PREFILL, row, f"passes of {step}", "tokens/s", rate)
-    with context.serving() as lives:
+    with context.serving() as server:
         for run in range(scale.runs):
             context.on_step("as served")
             text = context.filler.text(scale.prompt, f"prefill/{run}")
-            reply = lives.client.chat([{"role": "user", "content": text}], 1)
+            reply = server.client.chat([{"role": "user", "content": text}], 1)
             if reply.fed_tokens is not None:
                 rate = reply.fed_tokens / reply.first_s
                 found.add(PREFILL, row, f"as {OURS} serves", "tokens/s", rate)
@@ -325,8 +321,9 @@ def churn(context: Context) -> None:
     budget = WORKING_BYTES + HELD * subject.kv_bytes_per_token * scale.prompt
     end_s = min(QUICK_S if scale.quick else LASTING_S, max(0.0, context.clock.left_s - SPARE_S))
     serving = context.serving("--ram", str(budget), "--disk", "off")
-    with ThreadPoolExecutor(STREAMS) as pool, serving as lives:  # the server's end ends the streams
-        client, filler = lives.client, context.filler
+    # the server's end ends the streams
+    with ThreadPoolExecutor(STREAMS) as pool, serving as server:
+        client, filler = server.client, context.filler
         context.on_step(f"two streams for {end_s / 60:.0f} minutes")
         began = time.monotonic()
 
@@ -368,8 +365,8 @@ def awake(context: Context) -> None:
     """
     if sys.platform != "darwin":
         raise NotApplicable("only macOS puts a machine to sleep during unattended work")
-    with ThreadPoolExecutor(1) as pool, context.serving() as lives:
-        client = lives.client
+    with ThreadPoolExecutor(1) as pool, context.serving() as server:
+        client = server.client
         before = asserting()
         text = context.filler.text(AWAKE_PROMPT, "awake")
         request = pool.submit(client.chat, [{"role": "user", "content": text}], AWAKE_REPLY)

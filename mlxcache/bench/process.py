@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO
 
 import psutil
 
@@ -86,148 +85,167 @@ def free_port() -> int:
 
 
 class Server:
-    """A running server and its memory use, child processes included, in bytes."""
+    """A server as a child process, begun when `client` is first used, and again after a kill.
 
-    def __init__(
-        self, launch: Launch, process: subprocess.Popen[bytes], client: Client, model: str = ""
-    ):
-        self._model = model
-        self.name = launch.name
-        self.client = client
-        self.idle_bytes = 0
-        self.peak_bytes = 0
-        self._process = process
-        self._tree = [psutil.Process(process.pid)]
-        self._over = threading.Event()
-        self._sampler = threading.Thread(target=self._sample, daemon=True)
-
-    def alive(self) -> bool:
-        return self._process.poll() is None
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def signal(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(number)
-
-    def wait(self, seconds: float) -> int | None:
-        """Return the exit status, or None if `seconds` pass before the end."""
-        try:
-            return self._process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            return None
-
-    def watch(self) -> None:
-        """Set `idle_bytes` to the memory used now; sample `peak_bytes` until the server ends."""
-        self._tree += self._tree[0].children(recursive=True)
-        self.idle_bytes = self.resident()
-        self._sampler.start()
-
-    def resident(self) -> int:
-        return sum(read_footprint(process.pid) for process in self._tree)
-
-    @property
-    def weights_bytes(self) -> int:
-        return sum(file.stat().st_size for file in Path(self._model).glob("*.safetensors"))
-
-    def _sample(self) -> None:
-        while not self._over.wait(SAMPLE_S):
-            self.peak_bytes = max(self.peak_bytes, self.resident())
-
-    def kill(self) -> None:
-        """Kill the whole process group with SIGKILL, and wait for the server's end."""
-        self._over.set()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-
-    def end(self) -> None:
-        """End the whole process group: SIGTERM, then SIGKILL after the server's end or 10 s."""
-        self._over.set()
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, number)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(END_S)
-
-
-class Lives:
-    """A server that can be killed and started again with the same model and cache folder.
-
-    Its arguments are those of `running`. It ends with the block of a `with` statement.
+    Its model and cache folder stay the same, its port does not. `wait_s`: the time that a start may
+    take; `timeout`: that of the client. Output goes to files in the folder `logs`. `idle_bytes` and
+    `peak_bytes`: memory of the process and its children after the last start, and at most since.
+    It ends with the block of a `with` statement.
     """
 
     def __init__(
         self, launch: Launch, model: Path, logs: Path, wait_s: float, timeout: float = TIMEOUT_S
     ):
         self.name = launch.name
-        self._start = (launch, model, logs, wait_s, timeout)
-        self._stack = contextlib.ExitStack()
-        self._server: Server | None = None
+        self.idle_bytes = self.peak_bytes = 0
+        self._launch, self._model, self._logs = launch, model, logs
+        self._wait_s, self._timeout = wait_s, timeout
+        self._process: subprocess.Popen[bytes] | None = None
+        self._client = Client(0, str(model))
+        self._tree: list[psutil.Process] = []
+        self._over = threading.Event()
 
-    def __enter__(self) -> Lives:
+    def __enter__(self) -> Server:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.end()
 
     @property
-    def server(self) -> Server:
-        """The running server, started on a new port if none is running. Raises NotStarted."""
-        if self._server is None:
-            self._server = self._stack.enter_context(running(*self._start))
-        return self._server
+    def client(self) -> Client:
+        """A client of the running server, started if none is running. Raises NotStarted."""
+        if self._process is None:
+            self.start()
+        return self._client
 
     @property
-    def client(self) -> Client:
-        return self.server.client
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def start(self) -> None:
+        """Start it, and wait until it has answered /v1/models or /health, and one chat request.
+
+        Raises NotStarted.
+        """
+        port = free_port()
+        log = self._logs / f"{self.name.replace('/', '_')}-{port}.log"
+        self._process = self._begun(port, log)
+        self._client = Client(port, str(self._model), self._timeout)
+        try:
+            self._await(log)
+        except BaseException:
+            self.end()
+            raise
+        self._tree = [psutil.Process(self.pid), *psutil.Process(self.pid).children(recursive=True)]
+        self.idle_bytes, self.peak_bytes, self._over = self.resident(), 0, threading.Event()
+        threading.Thread(target=self._sample, args=(self._over,), daemon=True).start()
+
+    def _begun(self, port: int, log: Path) -> subprocess.Popen[bytes]:
+        launch = self._launch
+        env = {**os.environ, **kernel_variables(), **launch.variables}
+        if launch.foreign:
+            env.pop("PYTHONPATH", None)
+            env.pop("VIRTUAL_ENV", None)
+        command = launch.filled(str(self._model), port)
+        try:
+            with log.open("wb") as output:
+                return subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                    start_new_session=True, env=env,
+                )  # fmt: skip
+        except OSError as error:
+            raise NotStarted(f"{launch.name}: {error}") from error
+
+    def _await(self, log: Path) -> None:
+        quick, patient = (replace(self._client, timeout=one) for one in (5.0, self._wait_s))
+        asked = "neither /v1/models nor /health answers"
+        deadline = time.monotonic() + self._wait_s
+        while self.alive() and time.monotonic() < deadline:
+            try:
+                if _answers(quick, "/v1/models") or _answers(quick, "/health"):
+                    patient.chat([{"role": "user", "content": "hello"}], 4)
+                    return
+            except Refused as refused:
+                asked = f"its first chat failed, {refused}"
+            time.sleep(0.1)
+        why = asked if self.alive() else "it ended"
+        raise NotStarted(
+            f"{self.name} did not start within {self._wait_s:.0f} s: {why}\n{tail(log)}"
+        )
+
+    def alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def resident(self) -> int:
+        return sum(read_footprint(process.pid) for process in self._tree)
+
+    @property
+    def weights_bytes(self) -> int:
+        return sum(file.stat().st_size for file in self._model.glob("*.safetensors"))
+
+    def _sample(self, over: threading.Event) -> None:
+        while not over.wait(SAMPLE_S):
+            self.peak_bytes = max(self.peak_bytes, self.resident())
+
+    def signal(self, number: int) -> None:
+        if self._process is not None:
+            self._process.send_signal(number)
+
+    def wait(self, seconds: float) -> int | None:
+        """Return the exit status, or None if `seconds` pass before the end."""
+        assert self._process is not None
+        try:
+            return self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
 
     def kill(self) -> None:
-        if self._server is not None:
-            self._server.kill()
-            self.end()
-
-    def stop(self, seconds: float) -> None:
-        """Stop the server, if any, so that it finishes pending writes; kill it after `seconds`."""
-        if self._server is not None:
-            self._server.signal(signal.SIGTERM)
-            if self._server.wait(seconds) is None:
-                self._server.kill()
-            self.end()
-
-    def kill_starting(self, seconds: float) -> None:
-        launch, model, logs, *_ = self._start
-        with (logs / f"{self.name}-starting.log").open("wb") as output:
-            server = _begun(launch, str(model), output)
-        time.sleep(seconds)
-        server.kill()
+        """Kill the whole process group with SIGKILL, and wait for the server's end."""
+        self._end((signal.SIGKILL,))
 
     def end(self) -> None:
-        self._server = None
-        self._stack.close()
+        """End the whole process group: SIGTERM, then SIGKILL after the server's end or 10 s."""
+        self._end((signal.SIGTERM, signal.SIGKILL))
+
+    def stop(self, seconds: float) -> None:
+        """Stop the server, so that it finishes pending writes; kill it after `seconds`."""
+        if self._process is not None:
+            self.signal(signal.SIGTERM)
+            self.wait(seconds)
+            self.kill()
+
+    def kill_starting(self, seconds: float) -> None:
+        self._process = self._begun(free_port(), self._logs / f"{self.name}-starting.log")
+        time.sleep(seconds)
+        self.kill()
+
+    def _end(self, signals: Sequence[int]) -> None:
+        self._over.set()
+        process, self._process = self._process, None
+        if process is None:
+            return
+        for number in signals:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(END_S)
+
+
+def _answers(client: Client, path: str) -> bool:
+    try:
+        client.get(path)
+    except Refused:
+        return False
+    return True
 
 
 @contextlib.contextmanager
-def running(
-    launch: Launch, model: Path, logs: Path, wait_s: float, timeout: float = TIMEOUT_S
-) -> Iterator[Server]:
-    """Yield a running server, which ends with the block. Raises NotStarted.
-
-    It is ready when it has answered /v1/models or /health, and then one chat request; each may take
-    `wait_s`. `timeout`: that of its client. Its output goes to a file in the folder `logs`.
-    """
-    port = free_port()
-    log = logs / f"{launch.name.replace('/', '_')}-{port}.log"
-    with log.open("wb") as output:
-        server = _begun(launch, str(model), output, port, timeout)
-    try:
-        _await(server, wait_s, log)
-        server.watch()
+def running(launch: Launch, model: Path, logs: Path, wait_s: float) -> Iterator[Server]:
+    """Yield a server that has started, and ends with the block. Raises NotStarted."""
+    with Server(launch, model, logs, wait_s) as server:
+        server.start()
         yield server
-    finally:
-        server.end()
 
 
 @contextlib.contextmanager
@@ -253,56 +271,9 @@ def program(
 
 
 def run_to_end(command: Sequence[str], log: Path) -> tuple[int, list[str]]:
-    """Run a program to its end; return its exit status and the lines that it printed."""
     with program(command, log) as process:
         printed, _ = process.communicate()
     return process.returncode, printed.strip().splitlines()
-
-
-def _begun(
-    launch: Launch,
-    model: str,
-    output: IO[bytes],
-    port: int | None = None,
-    timeout: float = TIMEOUT_S,
-) -> Server:
-    port = port or free_port()
-    env = {**os.environ, **kernel_variables(), **launch.variables}
-    if launch.foreign:
-        env.pop("PYTHONPATH", None)
-        env.pop("VIRTUAL_ENV", None)
-    try:
-        process = subprocess.Popen(
-            launch.filled(model, port), stdin=subprocess.DEVNULL, stdout=output,
-            stderr=subprocess.STDOUT, start_new_session=True, env=env,
-        )  # fmt: skip
-    except OSError as error:
-        raise NotStarted(f"{launch.name}: {error}") from error
-    return Server(launch, process, Client(port, model, timeout), model)
-
-
-def _await(server: Server, wait_s: float, log: Path) -> None:
-    quick, patient = (replace(server.client, timeout=one) for one in (5.0, wait_s))
-    asked = "neither /v1/models nor /health answers"
-    deadline = time.monotonic() + wait_s
-    while server.alive() and time.monotonic() < deadline:
-        try:
-            if _answers(quick, "/v1/models") or _answers(quick, "/health"):
-                patient.chat([{"role": "user", "content": "hello"}], 4)
-                return
-        except Refused as refused:
-            asked = f"its first chat failed, {refused}"
-        time.sleep(0.1)
-    why = asked if server.alive() else "it ended"
-    raise NotStarted(f"{server.name} did not start within {wait_s:.0f} s: {why}\n{tail(log)}")
-
-
-def _answers(client: Client, path: str) -> bool:
-    try:
-        client.get(path)
-    except Refused:
-        return False
-    return True
 
 
 def tail(log: Path, lines: int = 25) -> str:

@@ -59,12 +59,10 @@ CONTEXT_SHARE = 0.75
 
 
 class ChildFailed(Exception):
-    """Error raised if a child process fails, with the last lines of its standard error."""
+    pass
 
 
 def in_child(name: str) -> Scenario:
-    """Return a function that runs the scenario `name` of `within` in a child process."""
-
     def play(context: Context) -> None:
         scale = scale_for(context.subject, context.scale)
         if not context.fits(name, scale.deep):
@@ -99,7 +97,6 @@ def _ask_child(name: str, options: Mapping[str, Any], folder: Path) -> dict[str,
 
 
 def scale_for(subject: Subject, scale: Scale) -> Scale:
-    """Return `scale`, reduced to what the model's context allows."""
     most = round(CONTEXT_SHARE * subject.context_length)
     if not most:
         return scale
@@ -144,8 +141,6 @@ LAST = ("first_token_long",)
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Options of one run; the folder of `out` is not mentioned in the report."""
-
     model: str | None
     size: str
     weights: Sequence[Weights]
@@ -179,8 +174,6 @@ class LazySubject:
 
 @dataclass(slots=True)
 class Proof:
-    """Scenarios of one run, and their findings so far (`found`)."""
-
     options: Options
     folder: Path
     on_step: Callable[[str], None]
@@ -235,7 +228,6 @@ class Proof:
         return Subject(folder, describe_config(config), config)
 
     def _random(self, weights: Weights, clock: Clock) -> Subject:
-        """Make a model; TimeUp if making the previous one took longer than the time left."""
         if self._making_s > clock.left_s:
             raise TimeUp(f"about {self._making_s:.0f} s needed, {clock.left_s:.0f} s left")
         size = self.options.size
@@ -302,7 +294,6 @@ def planned(
 
 
 def describe_config(config: Mapping[str, object]) -> str:
-    """Return a model's architecture, sizes and bits as text, by its config.json."""
     text = config.get("text_config")
     sizes = text if isinstance(text, Mapping) else config
     layers, hidden = sizes.get("num_hidden_layers"), sizes.get("hidden_size")

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from mlxcache.bench.client import Client, Reply
 from mlxcache.bench.process import Launch, ours, running
+from mlxcache.bench.report import table_of
 from mlxcache.bench.scenarios import Filler
 from mlxcache.config import format_size
 from mlxcache.errors import ConfigError
@@ -106,7 +106,6 @@ class Replay:
 
 
 def figures(replies: Sequence[Reply], peak_bytes: int) -> dict[str, Any]:
-    """Return the figures of a replay at one server, as an object for JSON."""
     prompt = sum(one.prompt_tokens or 0 for one in replies)
     known = any(one.cached_tokens is not None for one in replies)
     cached = sum(one.cached_tokens or 0 for one in replies) if known else None
@@ -133,7 +132,6 @@ class Player:
         self._said: dict[int, str] = {}
 
     def play(self, requests: Iterable[Request], on_reply: Callable[[int], None]) -> list[Reply]:
-        """Send `requests` one after another and return the replies. Blocks. Raises Refused."""
         replies: list[Reply] = []
         for one in requests:
             reply = self._client.chat(self.messages(one), max(1, one.reply_tokens))
@@ -162,17 +160,12 @@ class Player:
 
 
 def show_replay(console: Console, plan: Replay, found: Mapping[str, Mapping[str, Any]]) -> None:
-    """Print a table with a row of figures for each server."""
-    console.print(
-        f"\nA trace of {len(plan.trace.requests):,} requests ({plan.trace.form}), "
-        f"{format_size(plan.ram)} of RAM each",
-        style="bold",
-        markup=False,
+    title = (
+        f"A trace of {len(plan.trace.requests):,} requests ({plan.trace.form}), "
+        f"{format_size(plan.ram)} of RAM each"
     )
-    columns = ("server", "fed, of prompt tokens", "reused", "first token p50", "p95", "peak memory")
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for at, heading in enumerate(columns):
-        table.add_column(heading, justify="right" if at else "left")
+    columns = ("fed, of prompt tokens", "reused", "first token p50", "p95", "peak memory")
+    table = table_of(title, "server", right=columns)
     for name, one in found.items():
         fed, rate, peak = one["fed_tokens"], one["hit_rate"], one["peak_bytes"]
         table.add_row(

@@ -15,21 +15,18 @@ from mlxcache.bench.process import OURS, Server
 from mlxcache.bench.scenarios import PARTING, SCENARIOS
 
 WIDTH = 120
-FIGURES = {
+HEADINGS = {
     "first_s": "first token",
     "wall_s": "all",
     "rate": "decode/s",
     "throughput": "tokens/s",
     "prompt_tokens": "prompt",
     "cached_tokens": "cached",
-}
-COMPARED = {"first_s": "× first", "throughput": "× tokens/s"}
-FED_FIGURES = {
-    "first_s": "first token",
-    "prompt_tokens": "prompt",
-    "cached_tokens": "cached",
     "fed_tokens": "fed",
 }
+FIGURES = ("first_s", "wall_s", "rate", "throughput", "prompt_tokens", "cached_tokens")
+COMPARED = {"first_s": "× first", "throughput": "× tokens/s"}
+FED_FIGURES = ("first_s", "prompt_tokens", "cached_tokens", "fed_tokens")
 FED_COMPARED = {"first_s": "× first", "fed_tokens": "× fed"}
 """Columns for scenarios that measure fed tokens: figures relative to the other server."""
 RATIOS = ("first_s", "fed_tokens", "wall_s", "rate", "throughput")
@@ -58,17 +55,17 @@ def table_of(title: str, *left: str, right: Sequence[str] = ()) -> Table:
 
 
 def show(console: Console, results: Results, servers: Sequence[Server], what: str = "") -> None:
-    """Print tables of medians, of memory and of the parts of a warm turn, then the failures."""
     names = [server.name for server in servers]
     console.print(_scenarios(results, names, f"{what}: medians" if what else "Medians"))
     memory = table_of("Resident memory", "server", right=("at rest", "peak"))
     for server in servers:
-        memory.add_row(server.name, megabytes(server.idle_bytes), megabytes(server.peak_bytes))
+        sizes = (quantity("bytes", size) for size in (server.idle_bytes, server.peak_bytes))
+        memory.add_row(server.name, *sizes)
     console.print(memory)
     if results.timings:
         parts = table_of("Where a warm turn's first token goes", "part", right=("median",))
         for name, value in overhead(results).items():
-            parts.add_row(name, milliseconds(value))
+            parts.add_row(name, quantity("s", value))
         console.print(parts)
     _show_failures(console, results.failures)
 
@@ -77,7 +74,7 @@ def _scenarios(results: Results, names: Sequence[str], title: str) -> Table:
     parting = set(results.samples) <= set(PARTING)
     figures, compared = (FED_FIGURES, FED_COMPARED) if parting else (FIGURES, COMPARED)
     title = f"{title}; × is ours by theirs, pair by pair"
-    headings = (*figures.values(), *compared.values())
+    headings = (*(HEADINGS[figure] for figure in figures), *compared.values())
     table = table_of(title, "scenario", "server", right=headings)
     for scenario, taken in results.samples.items():
         for at, name in enumerate(names):
@@ -127,7 +124,7 @@ def show_checks(console: Console, checks: Sequence[Check]) -> None:
     for check in checks:
         sign = "≥" if check.least else "≤"
         verdict = "[green]holds[/]" if check.ok else "[red]broken[/]"
-        measured, bound = (_value(value, check.unit) for value in (check.measured, check.bound))
+        measured, bound = (quantity(check.unit, one) for one in (check.measured, check.bound))
         table.add_row(check.name, measured, f"{sign} {bound}", verdict)
     console.print(table)
 
@@ -137,7 +134,7 @@ def _cell(figure: str, value: float | None) -> str:
     if value is None:
         return "-"
     if figure.endswith("_s"):
-        return milliseconds(value)
+        return quantity("s", value)
     return f"{value:.0f}" if figure.endswith("_tokens") else f"{value:.1f}"
 
 
@@ -145,27 +142,7 @@ def _ratio(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-def _value(value: float, unit: str) -> str:
-    if unit == "s":
-        return milliseconds(value)
-    return megabytes(value) if unit == "bytes" else f"{value:.3g}"
-
-
-def milliseconds(seconds: float) -> str:
-    """Format a time given in seconds: in ms below 10 s, in s above."""
-    return f"{seconds * 1000:.1f} ms" if seconds < 10 else f"{seconds:.1f} s"
-
-
-def megabytes(size: float) -> str:
-    """Format a size given in bytes, in MB of a million bytes."""
-    return f"{size / 1e6:.0f} MB"
-
-
 def overhead(results: Results) -> dict[str, float]:
-    """Return the median seconds of each part of a warm turn that was measured, by name.
-
-    Besides what mlxcache reports: the first token as the client saw it, and as mlx-lm alone takes.
-    """
     names = results.timings[0] if results.timings else {}
     parts = {name: middle(timing.get(name) for timing in results.timings) for name in names}
     warm = results.samples.get("warm", Samples())
@@ -176,7 +153,6 @@ def overhead(results: Results) -> dict[str, float]:
 
 
 def as_json(results: Results, servers: Sequence[Server]) -> dict[str, Any]:
-    """Return all results as an object for JSON, times in seconds and sizes in bytes."""
     names = [server.name for server in servers]
     return {
         "servers": {

@@ -17,7 +17,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from mlxcache.bench.client import Reply
-from mlxcache.bench.process import Lives
+from mlxcache.bench.process import Server
 
 WORDS = [
     "the", "file", "path", "tool", "command", "agent", "session", "cache", "prefix",
@@ -77,7 +77,7 @@ CROWD = tuple(f"crowd{number}" for number in range(8))
 class Conversation:
     """Conversation as a client keeps it: each turn sends all messages, with unchanged replies."""
 
-    server: Lives
+    server: Server
     max_tokens: int
     messages: list[dict[str, Any]]
 
@@ -116,7 +116,7 @@ class Visit:
     - Eight conversations whose names begin with `crowd` run at once, each an eighth as long.
     """
 
-    server: Lives
+    server: Server
     filler: Filler
     tokens: int
     reply_tokens: int
@@ -144,7 +144,6 @@ class Visit:
         return self.talks[name]
 
     def go_on(self, name: str) -> Reply:
-        """Run the next turn of the conversation `name`."""
         return self.talk(name).ask(self.words())
 
     def words(self, tokens: int = TURN_TOKENS) -> str:

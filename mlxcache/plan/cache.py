@@ -100,8 +100,8 @@ class PlannedCache:
     """The simulated cache of one server: a `KVCache` without arrays, and a disk without files.
 
     `now()` returns the simulated time in seconds. `growth`: a token after k cached ones takes 1 +
-    `growth` * k times as long as the first; eviction weighs that. `disk`, `remote`: the simulated
-    tiers, or None for a tier that `memory` does not have.
+    `growth` * k times as long as the first; eviction weighs that. `disk` and `remote` stay empty if
+    `memory` has none.
     """
 
     def __init__(
@@ -114,14 +114,14 @@ class PlannedCache:
         worth = Worth(layout.bytes_per_token, layout.checkpoint_bytes, growth)
         self.kv = KVCache.open(layout, budget, worth=worth, lineage=CountedLineage)
         pending = reserved.get("pending", 0)
-        self.disk = CountedDisk(layout, memory.disk, pending, now) if memory.disk else None
-        self.remote = CountedDisk(layout, UNLIMITED, UNLIMITED, now) if memory.remote else None
-        self._tiers = [tier for tier in (self.disk, self.remote) if tier is not None]
+        self.disk = CountedDisk(layout, memory.disk, pending, now)
+        shared = UNLIMITED if memory.remote else 0
+        self.remote = CountedDisk(layout, shared, UNLIMITED, now)
         self._layout = layout
 
     def close(self) -> None:
-        for tier in self._tiers:
-            tier.close()
+        self.disk.close()
+        self.remote.close()
 
     def start(self, request: Request) -> Running | None:
         """Begin a request: reserve memory, restore what disk and remote have, commit the prompt.
@@ -155,16 +155,11 @@ class PlannedCache:
         are 0 if the prompt has too few tokens that are not in RAM.
         """
         known = self.kv.reusable(prompt)
-        target = on_disk = shared = 0
         if len(prompt) - 1 - known < MIN_UNKNOWN:
             return 0, 0, 0
-        if self.disk is not None:
-            on_disk, shared = self.disk.look_up(prompt, known)
-            target = on_disk
-        if self.remote is not None:
-            there, _ = self.remote.look_up(prompt, max(known, target))
-            target = max(target, there)
-        return target, on_disk, shared
+        on_disk, shared = self.disk.look_up(prompt, known)
+        there, _ = self.remote.look_up(prompt, max(known, on_disk))
+        return max(on_disk, there), on_disk, shared
 
     def _acquire(self, request: Request, prompt: Tokens, target: int) -> Lease | None:
         hints = CacheHints(
@@ -201,6 +196,6 @@ class PlannedCache:
         if lease.node is not None:
             ids = running.ids[: lease.length]
             held = [node.end for node in lease.node.path() if node.checkpoint is not None]
-            for tier in self._tiers:
+            for tier in (self.disk, self.remote):
                 tier.write(ids, running.reuse.cached, held)
         self.kv.release(lease)

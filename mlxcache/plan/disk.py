@@ -87,6 +87,8 @@ class CountedDisk:
         few tokens beyond them. Both leave out the last token, which is always computed. Sets the
         time of last use of the files found.
         """
+        if not self._limit:
+            return 0, 0
         match = self._find(ids)
         self._touch(match)
         most = len(ids) - 1
@@ -102,8 +104,7 @@ class CountedDisk:
     def _touch(self, match: Match) -> None:
         # the store's clock never stands still, so that uses are ordered
         self._latest = max(self._now(), self._latest + 1e-5)
-        rows = [*(row for row, _, _ in match.cover), *match.checkpoints]
-        index.touch(self._index, [(self._latest, row.id) for row in rows])
+        index.touch(self._index, [(self._latest, row.id) for row in match.rows])
 
     # -- writing -----------------------------------------------------------------------------------
 
@@ -113,6 +114,8 @@ class CountedDisk:
         `checkpoints`: positions of the path's checkpoints. `reused`: leading tokens that the
         request reused. If the disk is full, the rest is not recorded.
         """
+        if not self._limit:
+            return
         match = self._find(ids)
         counted = [row.id for row, start, _ in match.cover if start < reused]
         counted += [row.id for row in match.checkpoints if row.start <= reused]
@@ -135,9 +138,8 @@ class CountedDisk:
         layout with opaque slots needs. Raises DiskFull if a run does not fit.
         """
         start, gone = match.length // BLOCK * BLOCK, self.evicted
-        before = match.run_before(start)
+        before, whole = match.run_before(start), self._chains.of(ids)
         parent = before.id if before is not None else None
-        whole = self._chains.of(ids)
         while start < len(ids) and match.length < len(ids):
             stop = min(len(ids), start + self._run_tokens)
             chain = Chain(NAMESPACE, ids[:stop], whole.whole[: stop // BLOCK + 1])
@@ -180,21 +182,9 @@ class CountedDisk:
     ) -> Row:
         stop = len(chain.ids)
         base = chain.whole[start // BLOCK]
-        return Row(
-            id=0,
-            kind=kind,
-            digest=chain.at(stop),
-            base=base,
-            key=base if kind == CHECKPOINT else chain.at(min(start + BLOCK, stop)),
-            start=start,
-            stop=stop,
-            nbytes=1,
-            disk=0,
-            used=self._latest,
-            parent=parent,
-            previous=previous,
-            owner=_BEING_WRITTEN,
-        )
+        key = base if kind == CHECKPOINT else chain.at(min(start + BLOCK, stop))
+        place, links = (chain.at(stop), base, key, start, stop), (parent, previous)
+        return Row(0, kind, *place, 1, 0, self._latest, *links, _BEING_WRITTEN)
 
     def _save(self, row: Row, nbytes: int) -> int:
         """Insert the row of a file of `nbytes` bytes, evicting others if needed; return its id.

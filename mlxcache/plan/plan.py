@@ -30,8 +30,6 @@ DAY_S = 86_400
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Hit rate of a server that has `nbytes` bytes of RAM for conversations, and no disk."""
-
     nbytes: int
     hit_rate: float
 
@@ -80,7 +78,6 @@ class Plan:
         return self.outcome.written * DAY_S / self.outcome.span_s
 
     def as_object(self) -> dict[str, Any]:
-        """Return the plan as a JSON object: sizes in bytes, times in seconds, None if not known."""
         outcome, first = self.outcome, self.first_token_s()
         served = outcome.served
         return {
@@ -136,7 +133,6 @@ class Plan:
         }
 
     def recorded(self) -> float | None:
-        """Return the hit rate that the recorded server had with the requests, if all are known."""
         requests = self.trace.requests
         if not requests or any(one.cached is None for one in requests):
             return None
@@ -213,7 +209,6 @@ def _enough(measured: Callable[[int], float], least: int, most: int, wanted: flo
 
 
 def _longest_bytes(trace: Trace, layout: Layout) -> int:
-    """Return the bytes that the longest request of a trace needs, plus a small margin."""
     tokens = max(one.prompt_tokens + one.reply_tokens for one in trace.requests)
     one = (tokens + 512) * layout.bytes_per_token + layout.running_bytes
     return one + 8 * layout.checkpoint_bytes + tokens // 24 * layout.bytes_per_token
@@ -264,7 +259,6 @@ _STYLE = """\
 
 
 def draw(plan: Plan) -> str:
-    """Return the chart of a plan, hit rate over bytes of RAM, as the text of an SVG file."""
     sizes = [max(1, one.nbytes) for one in plan.curve] + [max(1, plan.room), plan.enough]
     least, most = min(sizes), max(*sizes, min(sizes) + 1)
 

@@ -201,12 +201,10 @@ class _Arrivals:
         return self._heap[0][0] if self._heap else float("inf")
 
     def take(self) -> tuple[float, Iterator[Request], Request]:
-        """Remove the next request; return its time, the later turns of its strand, and itself."""
         at, _, rest, one = heapq.heappop(self._heap)
         return at, rest, one
 
     def ended(self, at: float, rest: Iterator[Request]) -> None:
-        """Queue the request that follows one that ended: the next turn, or a new strand's first."""
         following = next(rest, None)
         if following is not None:
             self._push(at + (following.delay or 0.0), rest, following)
@@ -283,7 +281,7 @@ class Simulation:
         finally:
             self._cache.close()
         span_s = self._now - began if self._served else 0.0
-        written = self._cache.disk.written if self._cache.disk is not None else 0
+        written = self._cache.disk.written
         return Outcome(self._served, self._order, self._refused, span_s, written)
 
     def _start(
@@ -334,11 +332,9 @@ class Simulation:
         return share / len(self._replies) if self._speed.times else 1.0
 
     def _until_end(self, share: float = 1.0) -> float:
-        """Return the seconds until the next end of a reply. At least one must be in progress."""
         return min(one.left_s for one in self._replies) / self._each(share)
 
     def _pass(self, seconds: float, share: float = 1.0) -> None:
-        """Advance the time by `seconds`, in which the replies in progress are decoded."""
         self._now += seconds
         if self._replies:
             done = seconds * self._each(share)

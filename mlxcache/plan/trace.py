@@ -37,7 +37,7 @@ MAX_TOKENS = 1 << 27
 
 
 class TraceError(MlxcacheError):
-    """Error raised if a trace cannot be read; names the file, and the line that is wrong."""
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,6 @@ class Trace:
         return replace(self, requests=self.requests[:count])
 
     def strands(self) -> list[list[Request]]:
-        """Return lists of requests that follow one another, such as the turns of a session."""
         found: dict[object, list[Request]] = {}
         for number, one in enumerate(self.requests):
             name = one.strand or one.session
@@ -160,7 +159,6 @@ Part = tuple[int, int]
 
 
 def path_of(parts: Iterable[Part]) -> tuple[Ints, Ints]:
-    """Return the ids and the lengths of parts, as int32 arrays, without empty parts."""
     kept = [part for part in parts if part[1]]
     both = np.array(kept, np.int32).reshape(len(kept), 2)
     return both[:, 0].copy(), both[:, 1].copy()
@@ -254,7 +252,6 @@ class _Line:
 
 
 def _block_size(rows: Sequence[_Line], asked: int | None) -> int:
-    """Return the tokens per block, `asked` or one of `BLOCK_SIZES`, that agree with all lines."""
     wrong = rows[0]
     for size in BLOCK_SIZES if asked is None else (asked,):
         for row in rows:
@@ -288,7 +285,6 @@ def _mooncake(rows: Iterable[_Line], size: int) -> Iterator[Request]:
 
 
 def _agentic(rows: Iterable[_Line], size: int) -> Iterator[Request]:
-    """Yield the requests of AIPerf's format, whose lines have only the blocks that a turn adds."""
     ids = Ids()
     paths: dict[str, list[Part]] = {}
     keys: dict[str, int] = {}
@@ -392,7 +388,6 @@ class _Recorded:
             within = [*within, (at, id)] if at else []
 
     def _cut(self, ids: Ints, lengths: Ints) -> Iterator[Part]:
-        """Yield the parts of a path, divided wherever any line of the file does so."""
         at = 0
         for id, tokens in zip(ids.tolist(), lengths.tolist(), strict=True):
             end = at + tokens
@@ -421,7 +416,6 @@ class _Recorded:
 
 
 def replace_path(one: Request, parts: Iterable[Part]) -> Request:
-    """Return a copy of a request divided into `parts`, of which some end with the prompt."""
     ids, lengths = path_of(parts)
     ends = np.cumsum(lengths)
     prompt = int(np.searchsorted(ends, one.prompt_tokens)) + 1

@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from http.server import ThreadingHTTPServer
+
 import pytest
 
 from mlxcache.bench.client import Client, Refused, Reply
 from mlxcache.bench.process import free_port
+from tests.bench.fake_server import Handler
+
+
+@pytest.fixture
+def client() -> Iterator[Client]:
+    """A client of a fake server in this process."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+        thread.start()
+        yield Client(server.server_address[1], "any", timeout=5.0)
+        server.shutdown()
+        thread.join()
 
 
 def say(text: str) -> list[dict[str, str]]:

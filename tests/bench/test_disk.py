@@ -8,20 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from mlxcache.bench import disk
+from mlxcache.bench import within as disk
 from mlxcache.bench.context import Scale
-from mlxcache.bench.disk import (
+from mlxcache.bench.findings import Findings, NotApplicable
+from mlxcache.bench.within import (
     BY_MSYNC,
     CACHED_BYTES_S,
     DISK,
+    Scenario,
     drop,
     note_restored,
     read,
     restore_speed,
     write_behind,
 )
-from mlxcache.bench.findings import Findings, NotApplicable
-from mlxcache.bench.within import Scenario
 from tests.proofs.models import light, recurrent
 
 TOTAL = 12_000_000

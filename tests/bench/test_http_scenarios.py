@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -257,3 +258,57 @@ def test_one_failed_reply_of_several_is_an_error() -> None:
     prompts = [[{"role": "user", "content": text}] for text in ("yes", "no")]
     with pytest.raises(Refused):
         outside.rate_together(Refusing(OURS), prompts, 8)  # type: ignore[arg-type]
+
+
+# -- sleep -----------------------------------------------------------------------------------------
+
+LINE = '   pid {pid}(caffeinate): [0x1] 00:00:01 PreventUserIdleSystemSleep named: "caffeinate"'
+
+
+@pytest.fixture
+def mac(context: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Play the scenario on a Mac with a stand-in for pmset, which shows another caffeinate too."""
+    assertions, command = tmp_path / "assertions", tmp_path / "pmset"
+    assertions.write_text(LINE.format(pid=7) + "\n")
+    command.write_text(f"#!/bin/sh\ncat {assertions}\n")
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(outside, "PATIENCE_S", 0.5)
+
+    def play(*, holds: bool, lets_go: bool) -> None:
+        def chat(*_: Any) -> None:
+            before = assertions.read_text()
+            if holds:
+                assertions.write_text(before + LINE.format(pid=42))
+            time.sleep(1.0)
+            if lets_go:
+                assertions.write_text(before)
+
+        monkeypatch.setattr(Server, "chat", chat)
+        outside.awake(context)
+
+    return play
+
+
+def test_an_assertion_that_comes_and_goes_is_found(context: Played, mac: Any) -> None:
+    """Another program's is not taken for it."""
+    mac(holds=True, lets_go=True)
+    assert context.found.notes
+    assert outside.asserting() == {7}
+
+
+@pytest.mark.parametrize(("holds", "wrong"), [(False, "no caffeinate while"), (True, "still held")])
+def test_an_assertion_that_never_comes_or_stays_is_a_failure(
+    mac: Any, holds: bool, wrong: str
+) -> None:
+    """The Mac could sleep within a request, or would be kept awake for ever."""
+    with pytest.raises(ValueError, match=wrong):
+        mac(holds=holds, lets_go=False)
+
+
+def test_elsewhere_sleep_does_not_apply(mac: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux servers do not go to sleep by themselves."""
+    monkeypatch.setattr(sys, "platform", "linux")
+    with pytest.raises(NotApplicable):
+        mac(holds=True, lets_go=True)

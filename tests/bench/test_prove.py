@@ -248,10 +248,3 @@ def test_a_report_does_not_replace_an_earlier_one(tmp_path, monkeypatch) -> None
     assert page.with_suffix(".json").exists()
     for row in ("date", "mlxcache", "load average before", "load average after"):
         assert f"| {row} | " in page.read_text()
-
-
-def test_the_command_of_the_wheel_and_of_the_clone_are_one() -> None:
-    """`--help` of the outer command shows the inner one's flags."""
-    shown = CliRunner().invoke(app, ["prove", "--help"])
-    assert shown.exit_code == 0
-    assert "--quick" in shown.output

@@ -45,11 +45,6 @@ def test_every_bound_has_its_verdict() -> None:
     assert "| near (tiny, 4bit) |  | ≥ 0.97 | not checked: no memory |" in page
 
 
-def test_the_page_ends_with_what_to_do_with_it() -> None:
-    """It goes nowhere by itself."""
-    assert pages(findings()).rstrip().endswith(report.CLOSING)
-
-
 def test_what_was_left_out_or_failed_is_listed() -> None:
     """With its reason; of an error of several lines the end follows as it is."""
     failed = Findings("growth", "m", "failed", "ChildFailed: status 1\n```\nTraceback")

@@ -6,14 +6,16 @@ import json
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
 from mlxcache.bench.process import Server, ours, running
 from mlxcache.cli.plan import record
@@ -25,7 +27,6 @@ from mlxcache.model.load import ModelSpec
 from mlxcache.plan.cache import Memory
 from mlxcache.plan.simulate import Outcome, Simulation, Speed
 from mlxcache.plan.trace import Request, Trace, read_trace
-from tests.plan.ids import IdsPlayer
 from tests.proofs import models
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
@@ -34,6 +35,45 @@ POINTS = 0.02
 BLOCK = 16
 RAM, DISK = "24MB", "24MB"
 NO_DISK = "off"
+
+
+class IdsPlayer:
+    """Player to the server at `url`, of a toy model in `folder`."""
+
+    def __init__(self, url: str, folder: Path):
+        self._url = url
+        self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self._said: dict[int, list[int]] = {}
+        # part of a character before a reply would change the reply's text
+        vocabulary = self._tokenizer.get_vocab()
+        self._plain = sorted(id for token, id in vocabulary.items() if token.isascii())[64:]
+
+    def play(self, requests: Iterable[Request]) -> None:
+        """Send requests one after another, each with what the server replied before.
+
+        Replies are random: greedy ones repeat themselves, and the server ends those.
+        """
+        for one in requests:
+            prompt = slice(one.prompt_parts)
+            pairs = zip(one.ids[prompt].tolist(), one.lengths[prompt].tolist(), strict=True)
+            ids = [token for id, count in pairs for token in self._tokens(id, count)]
+            assert len(ids) == one.prompt_tokens
+            body = {"model": "toy", "prompt": ids, "max_tokens": max(1, one.reply_tokens)}
+            headers = {} if one.session is None else {"X-Session-Id": one.session}
+            body |= {"temperature": 1.0, "top_k": 12, "seed": 1}
+            url = f"{self._url}/v1/completions"
+            answer = httpx.post(url, json=body, headers=headers, timeout=300).json()
+            text = answer["choices"][0]["text"]
+            for id in one.ids[one.prompt_parts :].tolist():
+                self._said[id] = self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def _tokens(self, id: int, count: int) -> list[int]:
+        said = self._said.get(id)
+        if said is not None:
+            assert len(said) == count, "the toy's reply does not encode to the generated tokens"
+            return said
+        rng = np.random.default_rng(id)
+        return [self._plain[at] for at in rng.integers(0, len(self._plain), count)]
 
 
 @pytest.fixture(scope="module")

@@ -15,18 +15,20 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from mlxcache.bench.client import Client, Refused
-from mlxcache.bench.process import Lives, NotStarted, ours
+from mlxcache.bench.process import NotStarted, Server, ours
 from mlxcache.bench.scenarios import Filler
 from mlxcache.errors import NotFound, StoreError
 from mlxcache.store.sessions import Sessions
 from mlxcache.store.store import Store
 from tests.proofs import models
+from tests.proofs.pair import Conversation
 
 TALKERS, TURNS = 3, 6
 FIRST_TOKENS, TURN_TOKENS, REPLY_TOKENS = 400, 60, 24
@@ -62,28 +64,21 @@ class Seen:
 class Talker:
     """Client with conversations of a few turns, one after another; it resumes after a kill."""
 
-    def __init__(self, filler: Filler, name: str):
-        self._filler = filler
-        self._name = name
-        self._said = 0
-        self._messages: list[dict[str, str]] = []
+    def __init__(self, model: Path, name: str):
+        self._new = (Conversation(str(model), Filler(model), f"{name}/{at}") for at in count())
+        self._conversation = next(self._new)
 
     def talk(self, client: Client, seen: Seen, over: threading.Event) -> None:
         while not over.is_set():
-            if len(self._messages) >= 2 * TURNS:
-                self._messages = []
-            if len(self._messages) % 2 == 0:
-                self._said += 1
-                tokens = TURN_TOKENS if self._messages else FIRST_TOKENS
-                text = self._filler.text(tokens, f"{self._name}/{self._said}")
-                self._messages.append({"role": "user", "content": text})
+            if len(self._conversation.messages) >= 2 * TURNS:
+                self._conversation = next(self._new)
+            tokens = TURN_TOKENS if self._conversation.messages else FIRST_TOKENS
             try:
-                reply = client.chat(self._messages, REPLY_TOKENS)
+                self._conversation.ask(client, tokens, REPLY_TOKENS)
             except Refused as refused:
                 if refused.status == 0:
                     return
                 raise
-            self._messages.append({"role": "assistant", "content": reply.text})
             seen.turns += 1
 
 
@@ -96,9 +91,9 @@ def watch(client: Client, seen: Seen, over: threading.Event) -> None:
             return
 
 
-def under_load(lives: Lives, talkers: Sequence[Talker], seen: Seen, seconds: float) -> None:
+def under_load(server: Server, talkers: Sequence[Talker], seen: Seen, seconds: float) -> None:
     """Put the server under load, and kill it after `seconds`. Raises Refused, NotStarted."""
-    client, over = lives.server.client, threading.Event()
+    client, over = server.client, threading.Event()
     failed: list[BaseException] = []
 
     def guarded(work: Callable[[Client, Seen, threading.Event], None]) -> None:
@@ -112,7 +107,7 @@ def under_load(lives: Lives, talkers: Sequence[Talker], seen: Seen, seconds: flo
     for thread in threads:
         thread.start()
     time.sleep(seconds)
-    lives.kill()
+    server.kill()
     over.set()
     for thread in threads:
         thread.join()
@@ -187,25 +182,24 @@ class Proof:
                 if time.monotonic() > deadline:
                     break
                 family = families[kill % len(families)]
-                lives, talkers = servers[family]
+                server, talkers = servers[family]
                 # either the next server or `look` repairs the store first, at random
                 if self.rng.random() < STARTING:
-                    lives.kill_starting(self.rng.uniform(0.0, START_KILL_S))
+                    server.kill_starting(self.rng.uniform(0.0, START_KILL_S))
                     self.done["while starting"] += 1
-                self.wrong += told(lives.server.client, self.seen)
-                under_load(lives, talkers, self.seen, self.rng.uniform(0.0, LATEST_S))
+                self.wrong += told(server.client, self.seen)
+                under_load(server, talkers, self.seen, self.rng.uniform(0.0, LATEST_S))
                 self.done[family] += 1
                 if self.rng.random() < 0.5 or kill == self.kills - 1:
                     self.wrong += look(store, self.seen)
                     self.done["looks"] += 1
                 self._tell(kill)
 
-    def _server(self, family: str, stack: ExitStack) -> tuple[Lives, list[Talker]]:
+    def _server(self, family: str, stack: ExitStack) -> tuple[Server, list[Talker]]:
         model = models.tiny(self.folder / family, family)
-        filler = Filler(model)
         launch = ours(self.folder / "cache", "--disk", LIMIT, "--ram", "1GB")
-        lives = stack.enter_context(Lives(launch, model, self.folder, START_S))
-        return lives, [Talker(filler, f"{family} {number}") for number in range(TALKERS)]
+        server = stack.enter_context(Server(launch, model, self.folder, START_S))
+        return server, [Talker(model, f"{family} {number}") for number in range(TALKERS)]
 
     def _tell(self, kill: int) -> None:
         durable_tokens = sum(self.seen.durable.values())

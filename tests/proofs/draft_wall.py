@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
@@ -22,6 +21,7 @@ from mlxcache.guess.rule import PassCosts
 from mlxcache.model.pair import Pair
 from mlxcache.scheduling.cost import measure_passes
 from mlxcache.tree.budget import Budget
+from tests.proofs.speculation_wall import timed
 from tests.scheduled import Bench, drafting
 from tests.toys.toy import make_toy
 
@@ -31,16 +31,6 @@ LEAST = 0.97
 
 PAIRS, PROMPT = 5, 300
 ROOM = 1 << 26
-
-
-def write(bench: Bench, ids: Sequence[int], tokens: int) -> tuple[float, list[int]]:
-    """Write a reply; return the seconds of its decoding, and its tokens."""
-    task = bench.put(ids, tokens=tokens)
-    bench.run(until=lambda: bool(task.out))
-    began = time.perf_counter()
-    while not bench.scheduler.idle:
-        bench.tick()
-    return time.perf_counter() - began, task.out
 
 
 def ruled(pair: Bench) -> Bench:
@@ -65,8 +55,8 @@ def compare(plain: Bench, pair: Bench, *, pairs: int, tokens: int) -> float:
     for number in range(pairs + 1):
         ids = [int(t) for t in rng.integers(10, 400, PROMPT)]
         order = (slow, fast) if number % 2 else (fast, slow)
-        found = {id(bench): write(bench, ids, tokens) for bench in order}
-        assert found[id(slow)][1] == found[id(fast)][1]
+        found = {id(bench): timed(bench, ids, tokens) for bench in order}
+        assert found[id(slow)][1].out == found[id(fast)][1].out
         if number:  # the first one compiles
             ratios.append(found[id(slow)][0] / found[id(fast)][0])
     return median(ratios)

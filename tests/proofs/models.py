@@ -12,6 +12,8 @@ from tokenizers import Tokenizer
 from mlxcache.model.random_model import lonely_letters
 from tests.toys.toy import make_bench_toy, make_toy
 
+VOCABULARY = 4096
+
 
 def for_speed(path: Path) -> Path:
     """Make a model of 5 million float32 parameters, with 4 KB of KV per token.
@@ -62,7 +64,7 @@ def of_experts(
 
 def _middling(path: Path, family: str) -> Path:
     return make_toy(
-        path, family, vocab_size=4096, hidden=256, layers=4, heads=8, kv_heads=4, head_dim=32,
+        path, family, vocab_size=VOCABULARY, hidden=256, layers=4, heads=8, kv_heads=4, head_dim=32,
         intermediate=768, context=131072, window=512,
     )  # fmt: skip
 
@@ -102,6 +104,14 @@ def wordy(path: Path) -> Path:
     return make_toy(
         path, vocab_size=131072, hidden=512, layers=4, heads=8, kv_heads=4, head_dim=64,
         intermediate=1536,
+    )  # fmt: skip
+
+
+def grouped(path: Path, hidden: int, layers: int = 4) -> Path:
+    """Make a model with grouped attention and a long context, whose passes guesses are to save."""
+    return make_toy(
+        path, "llama", vocab_size=VOCABULARY, hidden=hidden, layers=layers, heads=6, kv_heads=2,
+        head_dim=64, intermediate=4 * hidden, context=131072,
     )  # fmt: skip
 
 

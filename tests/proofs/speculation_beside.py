@@ -20,13 +20,13 @@ import numpy as np
 from mlxcache.bench.inside import Inside, running_inside
 from mlxcache.engine.runtime import ModelRuntime
 from mlxcache.types import Finished, RequestRecord, Sampling, Tokens, join_ids, token_ids
-from tests.toys.toy import make_toy
+from tests.proofs import models
 
 PAIRS = 9
 APART = 0.03
 """Largest share by which a median may be worse with guesses."""
 
-VOCABULARY = 4096
+VOCABULARY = models.VOCABULARY
 NEW = 50
 """Tokens of each new message."""
 
@@ -137,10 +137,7 @@ def main(
 ) -> int:
     """Compare both on a model of random weights; return the number of figures that are worse."""
     with tempfile.TemporaryDirectory() as folder:
-        make_toy(
-            Path(folder) / "model", "llama", vocab_size=VOCABULARY, hidden=hidden, layers=4,
-            heads=6, kv_heads=2, head_dim=64, intermediate=4 * hidden, context=131072,
-        )  # fmt: skip
+        models.grouped(Path(folder) / "model", hidden)
         return asyncio.run(compare(Path(folder), out, pairs=pairs, tokens=tokens, reply=reply))
 
 

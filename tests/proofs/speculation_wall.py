@@ -24,13 +24,13 @@ from mlxcache.scheduling.cost import measure_passes
 from mlxcache.scheduling.speculation import Conversations
 from mlxcache.scheduling.task import Output, Task
 from mlxcache.types import Tokens, token_ids
+from tests.proofs import models
 from tests.proofs.agent_sessions import Kind, Style, Words, session
 from tests.scheduled import Bench
 from tests.scheduling.guesses import speculating
-from tests.toys.toy import make_toy
 
 SHAPES: Sequence[tuple[Kind, Style]] = (("write", "xml"), ("edit", "xml"), ("prose", "json"))
-VOCABULARY = 4096
+VOCABULARY = models.VOCABULARY
 LEAST = 0.97
 """Least speed of any shape."""
 
@@ -89,17 +89,22 @@ def turns(kind: Kind, style: Style, words: Words) -> list[Turn]:
     return found[:TURNS]
 
 
-def write(bench: Bench, prompt: list[int], reply: list[int]) -> tuple[float, Task]:
+def timed(bench: Bench, prompt: Sequence[int], tokens: int) -> tuple[float, Task]:
     """Write a reply; return the seconds of its decoding."""
-    assert isinstance(bench, Oracle)
-    bench.dictation = reply
-    task = bench.put(prompt, tokens=len(reply))
+    task = bench.put(prompt, tokens=tokens)
     bench.run(until=lambda: bool(task.out))
     began = time.perf_counter()
     while not bench.scheduler.idle:
         bench.tick()
-    assert task.out == reply
     return time.perf_counter() - began, task
+
+
+def dictated(bench: Bench, prompt: list[int], reply: list[int]) -> tuple[float, Task]:
+    assert isinstance(bench, Oracle)
+    bench.dictation = reply
+    seconds, task = timed(bench, prompt, len(reply))
+    assert task.out == reply
+    return seconds, task
 
 
 @dataclass
@@ -132,7 +137,7 @@ def compare(plain: Bench, costs: PassCosts, shape: tuple[Kind, Style]) -> Compar
         for number, turn in enumerate(turns(*shape, Words())):
             forms.update(turn.forms)
             order = (slow, fast) if (pair + number) % 2 else (fast, slow)
-            took = {id(bench): write(bench, turn.prompt, turn.reply) for bench in order}
+            took = {id(bench): dictated(bench, turn.prompt, turn.reply) for bench in order}
             record = took[id(fast)][1].record
             found.seconds.append((took[id(slow)][0], took[id(fast)][0]))
             found.tokens += len(turn.reply)
@@ -155,10 +160,7 @@ def main(
 ) -> int:
     """Play the shapes of `kinds`, by default all; return how many are slower with guesses."""
     with tempfile.TemporaryDirectory() as folder:
-        path = make_toy(
-            Path(folder) / "model", "llama", vocab_size=VOCABULARY, hidden=hidden, layers=layers,
-            heads=6, kv_heads=2, head_dim=64, intermediate=4 * hidden, context=131072,
-        )  # fmt: skip
+        path = models.grouped(Path(folder) / "model", hidden, layers)
         bench = Oracle(path, chunk=512)
         costs = measured(bench.model, bench.kv.layout)
         curve = ", ".join(f"c({q}) {costs.at(1000)(q):.2f}" for q in (2, 4, 8, 12, 16, 32))

@@ -11,12 +11,11 @@ from pathlib import Path
 from mlxcache.bench import report
 from mlxcache.bench.command import Bench
 from mlxcache.bench.context import Scale
-from mlxcache.bench.disk import restore_speed, write_behind
 from mlxcache.bench.findings import Findings
 from mlxcache.bench.process import Server, measuring, running
 from mlxcache.bench.replay import Replay
 from mlxcache.bench.scenarios import PARTING, SCENARIOS, Filler
-from mlxcache.bench.within import Scenario
+from mlxcache.bench.within import Scenario, restore_speed, write_behind
 from mlxcache.model.hub import resolve
 from tests.proofs import models, under_load
 from tests.proofs.guided import guided

@@ -22,7 +22,7 @@ import httpx
 import typer
 
 from mlxcache.bench.client import Client, Refused, Reply
-from mlxcache.bench.process import Lives, NotStarted
+from mlxcache.bench.process import NotStarted, Server
 from mlxcache.bench.scenarios import Filler
 from tests.proofs.crash import Kills, Minutes, Seed, Seen, conclude, look, told, watch
 from tests.proofs.pair import (
@@ -273,10 +273,12 @@ class Proof:
             self._renew(fillers)
             moment = names[kill % len(names)]
             flags = ("--ram", RAM, "--disk", "4GB", *MOMENTS[moment].flags)
-            lives = Lives(launch_of(paths, self.folder, *flags), paths["one"], self.folder, START_S)
-            with self._watched(lives) as log:
-                self._reach(moment, lives, log)
-                lives.kill()
+            server = Server(
+                launch_of(paths, self.folder, *flags), paths["one"], self.folder, START_S
+            )
+            with self._watched(server) as log:
+                self._reach(moment, server, log)
+                server.kill()
             self._note_kill(moment, log)
             if self.rng.random() < 0.5 or kill == kills - 1:  # else the next server repairs first
                 self.wrong += look(self.store, self.seen)
@@ -286,13 +288,13 @@ class Proof:
     def _end(self, paths: dict[str, Path]) -> None:
         """Go on with each conversation once more, stop cleanly, and compare all texts."""
         launch = launch_of(paths, self.folder, "--ram", RAM, "--disk", "4GB")
-        lives = Lives(launch, paths["one"], self.folder, START_S)
-        with self._watched(lives):
+        server = Server(launch, paths["one"], self.folder, START_S)
+        with self._watched(server):
             for talk in self.talks:
-                self.ask(lives.server.client, talk, TURN_TOKENS)
-            found = lives.server.client.get("/v1/cache/check")["data"]
+                self.ask(server.client, talk, TURN_TOKENS)
+            found = server.client.get("/v1/cache/check")["data"]
             self.wrong += [f"the server's check found {problem}" for problem in found]
-            lives.stop(30.0)
+            server.stop(30.0)
         self.wrong += look(self.store, self.seen)
         self.wrong += wrong_texts(paths, self.over + self.talks)
         self._tell("texts compared with mlx-lm")
@@ -307,26 +309,26 @@ class Proof:
                 self.talks.append(Conversation(name, filler, f"{name} {self._named}"))
 
     @contextlib.contextmanager
-    def _watched(self, lives: Lives) -> Iterator[Log]:
+    def _watched(self, server: Server) -> Iterator[Log]:
         """Start a server, and read its sessions all the time until the block ends."""
         self._fresh.clear()
-        client, over = lives.server.client, threading.Event()
+        client, over = server.client, threading.Event()
         self.wrong += told(client, self.seen)
         watching = threading.Thread(target=watch, args=(client, self.seen, over))
         watching.start()
         try:
             yield Log(self.folder, client.port)
         finally:
-            lives.kill()
+            server.kill()
             over.set()
             for thread in (watching, *self._asides):
                 thread.join(JOIN_S)
             self._asides.clear()
-            lives.end()
+            server.end()
 
-    def _reach(self, name: str, lives: Lives, log: Log) -> None:
+    def _reach(self, name: str, server: Server, log: Log) -> None:
         """Check the conversations after the last kill, and come to the moment `name`."""
-        client, moment = lives.server.client, MOMENTS[name]
+        client, moment = server.client, MOMENTS[name]
         first = "one" if not moment.both else self.rng.choice(("one", "two"))
         talks = sorted(self.talks, key=lambda one: one.model != first)
         for talk in talks if moment.both else [one for one in talks if one.model == first]:

@@ -34,6 +34,7 @@ from tests.proofs.pair import (
     wrong_texts,
 )
 from tests.proofs.system_count import Count, counting, read_peak
+from tests.proofs.under_load import await_decode
 
 FAMILIES = ("qwen3_moe", "qwen3_next")
 WEIGHTS_BYTES, KV_HEADS = 1_200_000_000, 8
@@ -109,7 +110,7 @@ def alternate(client: Client, talks: list[Conversation], switches: int) -> Playe
             following = pool.submit(ask, client, talk, TURN_TOKENS, REPLY_TOKENS)
             if pending is not None:
                 played.turns.append(pending.result())
-            _await_decode(client, talk.model, following)
+            await_decode(client, following, talk.model)
             pending = following
         assert pending is not None
         played.turns.append(pending.result())
@@ -122,15 +123,6 @@ def alternate(client: Client, talks: list[Conversation], switches: int) -> Playe
 def count_lost(records: Sequence[Mapping[str, Any]]) -> int:
     """Return how many requests fed a prefix again that was computed before."""
     return sum(one["lost"] is not None and one["lost"]["lost_tokens"] > 0 for one in records)
-
-
-def _await_decode(client: Client, model: str, turn: Future[Turn]) -> None:
-    """Wait until the newest request of `model` is decoded, or over."""
-    while not turn.done():
-        newest = client.get("/v1/requests?limit=1")["data"]
-        if newest and newest[0]["model"] == model and newest[0]["status"] == "decode":
-            return
-        time.sleep(POLL_S)
 
 
 def read_beside(played: Played, count: Count) -> int | None:

@@ -6,8 +6,8 @@ import contextlib
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -19,7 +19,7 @@ from mlxcache.bench.scenarios import Filler
 from tests.proofs.system_count import sampling
 
 TITLE = "Under load"
-SAMPLE_S = 0.05
+SAMPLE_S, POLL_S = 0.05, 0.02
 SHARED_TOKENS, SHARERS = 4000, 8
 JOINED_TOKENS, JOINERS, JOINER_TOKENS = 18_500, 7, 200
 LONG_REPLY, SHORT_REPLY = 400, 32
@@ -92,7 +92,7 @@ def joined(
     short = [[_user(filler.text(JOINER_TOKENS, f"short {i}"))] for i in range(JOINERS)]
     with watching(client) as watch, ThreadPoolExecutor(1 + JOINERS) as pool:
         host = pool.submit(client.chat, long, LONG_REPLY)
-        _await_decode(client, lambda: not host.done())
+        await_decode(client, host)
         guests = [pool.submit(client.chat, messages, SHORT_REPLY) for messages in short]
         replies = [guest.result() for guest in guests]
         beside = not host.done()
@@ -108,13 +108,13 @@ def _user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
 
-def _await_decode(client: Client, going: Callable[[], bool]) -> None:
-    """Wait until the newest request decodes, or `going` is false."""
-    while going():
-        newest = client.get("/v1/requests?limit=1")["data"]
-        if newest and newest[0]["status"] == "decode":
+def await_decode(client: Client, reply: Future[Any], model: str | None = None) -> None:
+    """Wait until the newest request, which is that of `reply`, decodes or is over."""
+    while not reply.done():
+        (newest,) = client.get("/v1/requests?limit=1")["data"] or ({"status": None},)
+        if newest["status"] == "decode" and model in (None, newest["model"]):
             return
-        time.sleep(SAMPLE_S)
+        time.sleep(POLL_S)
 
 
 # -- twenty growing conversations that exceed the budget -------------------------------------------

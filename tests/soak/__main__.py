@@ -85,7 +85,7 @@ def figures(soak: Soak) -> dict[str, Any]:
         "tokens": dict(ledger.tokens),
         "ends": dict(ledger.ends),
         "faults": dict(ledger.faults),
-        "replies_verified": ledger.checked,
+        "replies_verified": ledger.checks["checked"],
         **{name.replace(" ", "_"): ledger.kinds[kind] for name, kind in LOSSES.items()},
         "violations": dict(ledger.kinds),
         "memory": {name: _memory(one.rests) for name, one in soak.steady.items() if one.rests},

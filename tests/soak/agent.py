@@ -169,7 +169,8 @@ class Agent:
         if out.complete:
             self._check_reply(server, request, out)
             return out
-        self.ledger.add_computed(sum(len(one["content"]) for one in request.messages) // CHARS)
+        most = sum(len(one["content"]) for one in request.messages) // CHARS
+        self.ledger.count(self.ledger.checks, "computed", most)
         if out.disconnected:
             self.ledger.count(self.ledger.requests, "left")
         else:

@@ -146,9 +146,10 @@ def check_disk_limit(server: SoakServer, ledger: Ledger, limit: int) -> None:
 def check_growth(server: SoakServer, ledger: Ledger) -> None:
     """Check that bytes on disk grow with the computed tokens, not with the turns."""
     found = get_json(server, "/v1/cache", ledger)
-    most = int(LINEAR * KV_BYTES * ledger.computed) + SPARE_BYTES
+    tokens = ledger.checks["computed"]
+    most = int(LINEAR * KV_BYTES * tokens) + SPARE_BYTES
     if found and found["disk"]["used_bytes"] > most:
-        words = f"{found['disk']['used_bytes']} bytes on disk for {ledger.computed} tokens"
+        words = f"{found['disk']['used_bytes']} bytes on disk for {tokens} tokens"
         ledger.add_violation("growth", f"{server.name}: {words}")
 
 
@@ -198,7 +199,7 @@ def check_tokens(
         request, out = one.request, one.out
         left -= out.prompt
         found = references[one.family].check(request.messages, out.text, out.prompt)
-        ledger.add_checked()
+        ledger.count(ledger.checks, "checked")
         if found:
             words = f"{one.family}, {request.label}, {out.request_id}, {out.cached} cached: {found}"
             ledger.add_violation("wrong tokens", words)

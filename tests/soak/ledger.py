@@ -42,9 +42,8 @@ class Ledger:
         self.kinds: Counter[str] = Counter()
         self.violations: list[str] = []
         self.overshoots: list[Overshoot] = []
-        self.checked = 0
-        self.computed = 0
-        """Upper bound of the tokens computed since the shared folder was cleared."""
+        self.checks: Counter[str] = Counter()
+        """Replies "checked", and the upper bound of tokens "computed" since the last clearing."""
         self._samples: list[Sample] = []
         self._lock = threading.Lock()
 
@@ -64,19 +63,7 @@ class Ledger:
             self.tokens["cached"] += out.cached
             self.tokens["generated"] += len(out.text)
             self._samples.append(Sample(family, request, out))
-        self.add_computed(out.prompt - out.cached + len(out.text))
-
-    def add_computed(self, tokens: int) -> None:
-        with self._lock:
-            self.computed += tokens
-
-    def reset_computed(self) -> None:
-        with self._lock:
-            self.computed = 0
-
-    def add_checked(self) -> None:
-        with self._lock:
-            self.checked += 1
+            self.checks["computed"] += out.prompt - out.cached + len(out.text)
 
     def take_samples(self) -> list[Sample]:
         with self._lock:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+import shutil
 import signal
 import threading
 import time
@@ -10,12 +12,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlxcache.bench.process import Lives, tail
+from mlxcache.bench.process import Server, tail
 from mlxcache.config import parse_size
-from tests.soak import checks, faults, wire
+from tests.soak import checks, wire
 from tests.soak.agent import Agent
 from tests.soak.ledger import Ledger
-from tests.soak.plan import Round
+from tests.soak.plan import Fault, Round
 from tests.soak.server import START_S, Flags, SoakServer, launch
 
 if TYPE_CHECKING:
@@ -96,7 +98,7 @@ class RoundRun:
 
         def damage(names: Sequence[str]) -> None:
             for name in names:
-                faults.damage_folder(name, self.folder, rng, self.ledger)
+                damage_folder(name, self.folder, rng, self.ledger)
 
         now = [name for name in self.round.files if name == "index"] or self.round.files[:1]
         damage(now)
@@ -106,8 +108,8 @@ class RoundRun:
         brief = self.brief
         if self.round.starting is not None:
             what = launch("starting", brief.faults.folder, brief.folder, brief.flags)
-            lives = Lives(what, self.soak.model(brief.family), self.soak.logs, START_S)
-            lives.kill_starting(self.round.starting)
+            starting = Server(what, self.soak.model(brief.family), self.soak.logs, START_S)
+            starting.kill_starting(self.round.starting)
             self.ledger.count(self.ledger.ends, "kill while starting")
         brief.start(self.ledger, self.sessions)
 
@@ -116,7 +118,7 @@ class RoundRun:
         threads = []
         for fault in round_.faults:
             server = self.steady if fault.on == "steady" and self.steady else self.brief
-            threads.append(self._thread(faults.inject, server, fault, self.ledger, over))
+            threads.append(self._thread(inject, server, fault, self.ledger, over))
         _start(threads)
         try:
             time.sleep(round_.end_at / 2)
@@ -128,7 +130,7 @@ class RoundRun:
             over.set()
             self._join(threads)
             for server in self.servers.every():
-                faults.end_faults(server)
+                end_faults(server)
 
     def _end_under_load(self) -> None:
         """End the brief server as planned; a late SIGTERM is sent at rest instead."""
@@ -238,3 +240,63 @@ def check_end(server: SoakServer, status: int, ledger: Ledger) -> None:
         ledger.add_violation(
             "end", f"{server.name} ended with {found}, not {status}: {tail(server.log())}"
         )
+
+
+# -- faults ----------------------------------------------------------------------------------------
+
+
+def inject(server: SoakServer, fault: Fault, ledger: Ledger, over: threading.Event) -> None:
+    """Inject one fault at its time and end it after its duration, or at the end of the round.
+
+    Blocks until then. `over`: set at the end of the round.
+    """
+    if over.wait(fault.at) or server.ending or server.process is None:
+        return
+    ledger.count(ledger.faults, fault.name)
+    if fault.name == "stop":
+        server.note_fault("stop")
+        server.process.signal(signal.SIGSTOP)
+        over.wait(fault.lasts)
+        server.process.signal(signal.SIGCONT)
+        return
+    server.put(fault.name, fault.measure)
+    if fault.lasts:
+        over.wait(fault.lasts)
+        server.faults.end(fault.name)
+
+
+def end_faults(server: SoakServer) -> None:
+    for path in server.faults.folder.iterdir():
+        path.unlink(missing_ok=True)
+
+
+def damage_folder(name: str, folder: Path, rng: random.Random, ledger: Ledger) -> None:
+    """Damage the files of a store (`damage`), its index (`index`), or `remove` the folder."""
+    store = folder / "store"
+    if not store.is_dir():
+        return
+    ledger.count(ledger.faults, name)
+    if name == "remove":
+        shutil.rmtree(folder, ignore_errors=True)
+    elif name == "index":
+        for index in store.glob("index.sqlite*"):
+            _damage(index, rng)
+    else:
+        found = sorted(store.rglob("*.safetensors"))
+        for path in rng.sample(found, min(len(found), 1 + len(found) // 4)):
+            with contextlib.suppress(FileNotFoundError):
+                _damage(path, rng)
+
+
+def _damage(path: Path, rng: random.Random) -> None:
+    how = rng.random()
+    size = path.stat().st_size
+    if how < 0.2:
+        path.unlink()
+    elif how < 0.5:
+        with path.open("r+b") as file:
+            file.truncate(int(size * rng.random()))
+    else:
+        with path.open("r+b") as file:
+            file.seek(int(max(0, size - 64) * rng.random()))
+            file.write(rng.randbytes(min(size, 64)))

@@ -108,7 +108,7 @@ class Soak:
                 play(draw_conversation(seed), pair)
             except Difference as error:
                 self.ledger.add_violation("features", f"{steady.name}, seed {seed}: {error}")
-        self.ledger.add_computed(pair.counts.tokens)
+        self.ledger.count(self.ledger.checks, "computed", pair.counts.tokens)
         self.ledger.count(self.ledger.requests, "of the fuzzer", pair.counts.requests)
 
     def _report(self, round_: Round) -> None:
@@ -124,7 +124,8 @@ class Soak:
             f"{faults}; {round_.end}): {ledger.requests['all']} requests, "
             f"{sum(ledger.faults.values())} faults, {len(self.shared_sessions)} sessions with "
             f"{self.shared_sessions.durable_tokens} durable tokens, "
-            f"{ledger.checked} replies verified, {len(ledger.violations)} violations; {held}"
+            f"{ledger.checks['checked']} replies verified, "
+            f"{len(ledger.violations)} violations; {held}"
         )
 
     # -- shared by all rounds -----------------------------------------------------
@@ -177,7 +178,7 @@ class Soak:
         """Clear the cache and all sessions, and check that none is left."""
         out = wire.call(steady.port, "DELETE", "/v1/cache?pinned=true")
         self.shared_sessions.clear()
-        self.ledger.reset_computed()
+        self.ledger.checks["computed"] = 0
         for (place, _), agents in self._agents.items():
             if place == "shared":  # servers of other families have lost their files too
                 for agent in agents:

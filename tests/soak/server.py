@@ -101,6 +101,7 @@ class SoakServer:
         self.figures = PeakFigures()
         self.stack = contextlib.ExitStack()
         self.process: Server | None = None
+        self.port = 0
         self._over = threading.Event()
         self._base = 0
 
@@ -108,15 +109,11 @@ class SoakServer:
         """Start the process and poll its figures in a thread. Raises NotStarted."""
         what = launch(self.name, self.faults.folder, self.folder, self.flags)
         self.process = self.stack.enter_context(running(what, self._model, self.logs, START_S))
+        self.port = self.process.client.port
         ledger.count(ledger.ends, "starts")
         self._base = self._idle()
         thread = threading.Thread(target=self._poll, args=(sessions,), daemon=True)
         thread.start()
-
-    @property
-    def port(self) -> int:
-        assert self.process is not None
-        return self.process.client.port
 
     def _idle(self) -> int:
         assert self.process is not None

@@ -11,10 +11,11 @@ import pytest
 
 from mlxcache.model.random_model import LETTERS
 from tests.proofs import models
-from tests.soak import checks, faults
+from tests.soak import checks
 from tests.soak.ledger import Ledger, Sample, SessionTracker
 from tests.soak.plan import COUNTED, FAMILIES, FILES, LASTING, STEPS, draw_rounds, draw_steps
 from tests.soak.reference import Reference
+from tests.soak.round import end_faults
 from tests.soak.run import Soak
 from tests.soak.server import Flags, IdleUsage, SoakServer
 from tests.soak.wire import Outcome, Request
@@ -40,7 +41,7 @@ def test_minutes_under_agents_faults_and_kills(tmp_path: Path, minutes: float) -
     soak.run(minutes, 12.0)
     assert soak.ledger.violations == [], "\n".join(lines)
     assert soak.ledger.requests["answered"] > 0
-    assert soak.ledger.checked > 0
+    assert soak.ledger.checks["checked"] > 0
     assert soak.ledger.ends["starts"] >= 2
     assert soak.shared_sessions.durable_tokens > 0
 
@@ -145,7 +146,7 @@ def test_only_errors_of_injected_faults_are_allowed(tmp_path: Path, model: Path)
     server.expect_end()
     assert server.permits(Outcome(status=0))
     assert not server.permits(Outcome(status=0, timed_out=True))
-    faults.end_faults(server)
+    end_faults(server)
     assert server.faults.on("nan") is None
 
 
