@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
@@ -96,14 +95,10 @@ class Uploader:
             return len(self._paths) + len(self._records) + self._busy
 
     def wait(self, seconds: float) -> bool:
-        deadline = time.monotonic() + seconds
         with self._state:
-            while self._paths or self._records or self._busy:
-                left = deadline - time.monotonic()
-                if left <= 0 or not self._thread.is_alive():
-                    return False
-                self._state.wait(left)
-        return True
+            return self._state.wait_for(
+                lambda: not (self._paths or self._records or self._busy), seconds
+            )
 
     def close(self, seconds: float) -> int:
         """End the thread after the path or record in progress, waiting at most `seconds`."""
@@ -144,12 +139,8 @@ class Uploader:
 
     def _next(self) -> Record | Tokens | None:
         with self._state:
-            if self._pause and not self._closing:
-                end = time.monotonic() + self._pause
-                while not self._closing and (left := end - time.monotonic()) > 0:
-                    self._state.wait(left)
-            while not (self._paths or self._records or self._closing):
-                self._state.wait()
+            self._state.wait_for(lambda: self._closing, self._pause)
+            self._state.wait_for(lambda: self._paths or self._records or self._closing)
             if self._closing:
                 return None
             self._busy = True

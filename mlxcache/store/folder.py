@@ -247,15 +247,10 @@ class Reserve:
             lacking = self._size - self._held()
             if lacking < 0 and self._limited:  # of a higher limit
                 os.truncate(self._folder.reserve, self._size)
-            _append(self._folder, max(0, min(lacking, self._folder.free())))
-
-
-def _append(folder: Folder, nbytes: int) -> None:
-    """Append random bytes, which no file system compresses, to the folder's reserve."""
-    fd = os.open(folder.reserve, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    try:
-        view = memoryview(os.urandom(nbytes))
-        while view:
-            view = view[os.write(fd, view) :]
-    finally:
-        os.close(fd)
+            # random bytes, which no file system compresses
+            content = os.urandom(max(0, min(lacking, self._folder.free())))
+            fd = os.open(self._folder.reserve, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            try:
+                _write_all(fd, memoryview(content))
+            finally:
+                os.close(fd)

@@ -125,16 +125,14 @@ class Writer:
         idle = False
         while True:
             with self._state:
-                while not self._queue and not self._closing:
-                    if not self._state.wait(IDLE_S) and not idle:
-                        idle = True
-                        break
+                self._state.wait_for(lambda: self._queue or self._closing, None if idle else IDLE_S)
                 if self._closing:
                     return None
                 if self._queue:
                     return self._queue.popleft()
             self._run_logged("writing the uses of files to the index", self._store.note_uses)
             self._run_logged("work while idle", self._idle)
+            idle = True
 
     def _write(self, job: Job) -> None:
         error: StoreError | None = None

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from mlxcache.store.database import TemporaryDatabase
+from mlxcache.store.sessions import Sessions
 from mlxcache.store.store import Store
 from tests.small_disk import small_disk
 from tests.store.content import opened
@@ -28,3 +30,8 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     """A separate file system of 8 MB."""
     with small_disk(tmp_path / "disk", 8) as place:
         yield place
+
+
+@pytest.fixture
+def sessions() -> Sessions:
+    return Sessions(TemporaryDatabase())

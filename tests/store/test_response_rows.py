@@ -8,17 +8,11 @@ import pytest
 
 from mlxcache.errors import NotFound
 from mlxcache.store import reply_rows
-from mlxcache.store.database import TemporaryDatabase
 from mlxcache.store.reply_rows import StoredResponse
 from mlxcache.store.session_rows import Turn
 from mlxcache.store.sessions import Sessions
 from mlxcache.types import token_ids
 from tests.store.session_of import NAMESPACE
-
-
-@pytest.fixture
-def sessions() -> Sessions:
-    return Sessions(TemporaryDatabase())
 
 
 def stored(id: str, previous: str | None = None, at: float = 1.0) -> StoredResponse:

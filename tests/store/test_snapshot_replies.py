@@ -43,11 +43,6 @@ def turn(prompt: Tokens, said: ReplyRow, known: tuple[ReplyRow, ...] = (), **mor
     return Turn(NAMESPACE, "m", ids, len(prompt), 10, 0, 1.0, reply=said, known=keys, **more)
 
 
-@pytest.fixture
-def sessions() -> Sessions:
-    return Sessions(TemporaryDatabase())
-
-
 def held(info: SessionInfo) -> set[bytes]:
     return {one.key for one in info.replies}
 
