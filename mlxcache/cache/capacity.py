@@ -27,24 +27,23 @@ MOST_POOL = 1 << 30
 
 
 def pool_bytes(limit: int) -> int:
-    """Return the maximum bytes of MLX's pool of freed buffers, a part of the budget of `limit`."""
     return min(limit // 16, MOST_POOL)
 
 
 def with_pool(size: int) -> int:
-    """Return the least budget, in bytes, that has `size` bytes besides those of MLX's pool."""
+    """Return the least budget that has `size` bytes besides those of MLX's pool."""
     return size + min(-(-size // 15), MOST_POOL)
 
 
 def pending_bytes(limit: int, layout: Layout) -> int:
-    """Return the bytes of a budget of `limit` that copies which wait for the disk may take."""
+    """Return the bytes of a budget that copies which wait for the disk may take."""
     if not layout.cacheable:
         return 0
     return max(2 * BLOCK * layout.bytes_per_token, min(limit // 16, MOST_PENDING))
 
 
 def transient_bytes(limit: int, least: int = 0) -> int:
-    """Return the bytes of a budget of `limit` bytes that are set aside for forward passes."""
+    """Return the bytes of a budget that are set aside for forward passes."""
     return min(max(limit // 8, least, MIN_TRANSIENT), limit // 3)
 
 
@@ -73,7 +72,7 @@ class Talk:
     """Shape of an agent's conversation, in tokens, for the simulation.
 
     `head`: tools and system prompt. Each turn adds `asked` tokens, which end with a generation
-    prompt of `generation` tokens, and then a reply of `replied` tokens.
+    prompt, and then a reply of `replied` tokens.
     """
 
     head: int = 8000
@@ -108,11 +107,10 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Capacity of a model within budgets of `ram` and `disk` bytes.
+    """Capacity of a model within budgets of `ram` and `disk` bytes, 0 without a disk tier.
 
-    `disk` is 0 without a disk tier. `room`: bytes of `ram` for conversations, without what is set
-    aside for forward passes, MLX's pool and pending writes. `longest`: tokens of the longest prompt
-    that fits, unless forward passes need more memory than is set aside.
+    `room`: bytes of `ram` for conversations. `longest`: tokens of the longest prompt that fits,
+    unless forward passes need more memory than is set aside.
     """
 
     ram: int
@@ -125,7 +123,6 @@ class Fit:
 def fit(
     layout: Layout, *, ram: int, disk: int, tokens: Sequence[int], talk: Talk | None = None
 ) -> Fit:
-    """Estimate how many conversations of each length in `tokens` fit, and the longest prompt."""
     pending = pending_bytes(ram, layout) if disk else 0
     room = max(0, ram - pool_bytes(ram) - transient_bytes(ram) - pending)
     per_token = layout.bytes_per_token
@@ -202,5 +199,4 @@ def _run_bytes(layout: Layout, tokens: int) -> int:
 
 
 def file_bytes(payload: int) -> int:
-    """Return the bytes that a file with `payload` bytes of tensors occupies on disk."""
     return -(-(payload + HEADER_BYTES) // FILE_BLOCK) * FILE_BLOCK

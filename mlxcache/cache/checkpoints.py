@@ -18,12 +18,11 @@ def stops(
 ) -> tuple[int, ...]:
     """Return the positions in (cached, length) at which a prefill takes a checkpoint, ascending.
 
-    `marks`: the marks of the prompt; without any, its last token counts as one. `parted`: a
-    position at which an earlier prompt diverged, or 0. Positions are the marks, `parted`, and one
-    every `SPACING` tokens between them. Of marks and `parted`, those less than `MARK_DISTANCE`
-    after `cached` or another position are left out. `most`: approximate maximum number of
+    They are the `marks` (without any, the last token), `parted`, at which an earlier prompt
+    diverged, and one every `SPACING` tokens between them. Of marks and `parted`, those less than
+    `MARK_DISTANCE` after another position are left out. `most`: approximate maximum number of
     positions. More are thinned, but the first mark, the last mark, `parted` and the last 4
-    positions are not dropped then.
+    positions stay.
     """
     last = length - 1
     wanted = sorted({*(marks or [last]), min(parted, last)})
@@ -42,7 +41,7 @@ def stops(
 
 @dataclass(frozen=True, slots=True)
 class Trail:
-    """The nodes with a checkpoint on the path from the root to a node, in the order of the path.
+    """The nodes with a checkpoint on the path to a node, in the order of the path.
 
     `parted`: positions of those checkpoints that are the last before a branch of the tree.
     """
@@ -64,12 +63,9 @@ class Trail:
     def checkpoints_to_drop(
         self, end: int, most: int, *, coming: Sequence[int] = (), worth: float = float("inf")
     ) -> list[Node]:
-        """Choose nodes whose checkpoints to drop, so that at most `most` are left on the path.
+        """Choose nodes whose checkpoints to drop; see `thinning.checkpoints_to_drop`.
 
-        The first checkpoint of the path and the last 4 always stay, even if more than `most` are
-        then left. `coming`: positions of checkpoints that are about to be added; they count too.
-        `worth`: drop a checkpoint only if the gap that it leaves is less than this share of the
-        tokens from the gap's end to `end`; infinity sets no such limit.
+        `coming`: positions of checkpoints that are about to be added; they count too.
         """
         at = {node.end: node for node in self.nodes}
         positions = sorted({*at, *coming})

@@ -31,8 +31,8 @@ class DiskTier:
     """The disk tier of one namespace: its store, which it owns, pending writes and restores.
 
     `pending_limit`: maximum bytes of copies that wait to be written. `wake()` is called from other
-    threads when there is work for the MLX thread. `remote`: the storage that servers share, or
-    None; it is closed with the tier. MLX thread only, except `stats`.
+    threads when there is work for the MLX thread. `remote` is closed with the tier. MLX thread
+    only, except `stats`.
     """
 
     def __init__(
@@ -58,10 +58,7 @@ class DiskTier:
         self._next_copy_at = 0.0
 
     def pump(self, *, decoding: bool) -> None:
-        """Apply the results of finished writes, and give the writer's thread at most one more job.
-
-        While replies are generated, copies for the disk take at most `COPY_SHARE` of the time.
-        """
+        """Apply the results of finished writes, and give the writer at most one more job."""
         began = time.monotonic()
         if decoding and began < self._next_copy_at:
             self.write_behind.collect()

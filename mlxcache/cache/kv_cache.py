@@ -66,10 +66,8 @@ class Lease:
 
     `cached`: prompt tokens that are reused, of which `restored` were read from disk. `matched`:
     prompt tokens shared with earlier prompts in RAM, reusable or not. `node`: the node that the
-    lease has locked, or None before the first commit of a new lineage. `awaiting_state`: KV is
-    present, but the state of layers that cannot be sliced must still be restored from disk.
-    `written`: tokens handed to the disk tier. `evict`: how to make room later, "no" or "wait".
-    `state_bytes`: bytes reserved for the states of layers that cannot be sliced.
+    lease has locked. `awaiting_state`: KV is present, but the state of layers that cannot be sliced
+    must still be restored from disk. `written`: tokens handed to the disk tier.
     """
 
     lineage: Lineage
@@ -101,8 +99,8 @@ class Lease:
 class KVCache:
     """KV of one model, in RAM and on disk, and the operations by which requests use it.
 
-    Each operation reserves bytes before it allocates them. Results are valid until the next
-    operation that mutates the cache. Nodes that a lease locks are not evicted until it is released.
+    Each operation reserves bytes before it allocates them. Nodes that a lease locks are not evicted
+    until it is released.
     """
 
     def __init__(self, ram: RamTier, disk: DiskTier | None = None):
@@ -138,12 +136,10 @@ class KVCache:
     ) -> KVCache:
         """Open a cache, with a disk tier if `store` is given, which the cache then owns.
 
-        `wake()` is called from other threads when there is work for the MLX thread.
-        `device_buffers`: maximum number of buffers that the device can hold, None for no limit.
-        `copy_bytes`: bytes of KV copied in one evaluation, 0 for one array at a time. `shared`: the
-        RAM of several models, which the cache joins until it is closed; `budget` must then be a
-        member of its budget. `remote`: what the disk tier exchanges with other servers. `lineage`
-        makes the lineages, `files` what copies KV to files and back.
+        `wake()` is called from other threads when there is work for the MLX thread. `copy_bytes`:
+        bytes of KV copied in one evaluation, 0 for one array at a time. `shared`: the RAM of
+        several models, which the cache joins until it is closed; `budget` must then be a member of
+        its budget.
         """
         worth = worth or Worth(layout.bytes_per_token, layout.checkpoint_bytes)
         shared = shared or SharedRam(budget)
@@ -182,9 +178,9 @@ class KVCache:
     ) -> list[Held | None]:
         """Return, for each group, how many tokens of its leaves are reusable in RAM, and the bytes.
 
-        What leaves of a group share is counted once. If `ids` lack a leaf that was not measured
-        before, or at whose end the tree has changed, the result has None for its group. After
-        `MEASURE_S` seconds, the other groups are left out, so that decoding goes on.
+        What leaves of a group share is counted once. The result has None for a group of which `ids`
+        lack a leaf whose tokens must be compared. After `MEASURE_S` seconds, the other groups are
+        left out, so that decoding goes on.
         """
         found: list[Held | None] = []
         deadline = time.perf_counter() + MEASURE_S
@@ -226,9 +222,8 @@ class KVCache:
 
         Reserves room for all of `ids` and for the first tokens of a reply of `reply` tokens.
         `planned`: position up to which KV and state will be restored from disk; all KV in RAM below
-        it is then used, even without a state to continue from. Mutates the tree (uses, splits,
-        evictions) and lineages. Blocks for writes to disk only with `evict` "wait". Raises MLX's
-        error if a copy fails, after releasing what was reserved.
+        it is then used, even without a state to continue from. Blocks for writes to disk only with
+        `evict` "wait". Raises MLX's error if a copy fails, after releasing what was reserved.
         """
         match, main = self.tree.match(ids), self._mains.main_beside(ids, hints)
         self.tree.renew(main)
@@ -291,15 +286,14 @@ class KVCache:
         return self.disk.restorer.min_unknown if self.disk is not None else MIN_UNKNOWN
 
     def can_restore(self, lease: Lease, lookup: DiskLookup) -> bool:
-        """Return whether `restore` has a verified file to load or an error to raise."""
         return self.disk is not None and self.disk.restorer.ready(lookup, lease.length)
 
     def restore(self, lease: Lease, lookup: DiskLookup) -> bool:
         """Load verified files of KV from disk into the lease; return whether all are loaded.
 
-        Commits them, in a model with opaque slots all together after the last one. Blocks.
-        Raises StoreError, OSError, RuntimeError or ValueError if a file cannot be used; call
-        `abandon` then.
+        Commits them, in a model with opaque slots all together after the last one. Blocks. Raises
+        StoreError, OSError, RuntimeError or ValueError if a file cannot be used; call `abandon`
+        then.
         """
         assert self.disk is not None
         before = lease.length
@@ -338,11 +332,10 @@ class KVCache:
     def commit(self, lease: Lease, ids: Tokens, *, checkpoint: bool, final: bool = False) -> None:
         """Add the first `lease.length` tokens of `ids`, prompt and reply, to the tree.
 
-        `checkpoint`: also store the state at their end, if the model has layers that cannot be
-        sliced and there is room; may evict for it. Moves the lock of the lease. `final`: the lease
-        is released next, so the checkpoint may take bytes that are withheld while the machine is
-        short of memory: as many are released with the lease. Waits for the device and raises its
-        error; nothing is committed then.
+        `checkpoint`: also store the state at their end, if there is room; may evict for it.
+        `final`: the lease is released next, so the checkpoint may take bytes that are withheld
+        while the machine is short of memory: as many are released with the lease. Waits for the
+        device and raises its error; nothing is committed then.
         """
         lineage = lease.lineage
         if not self.layout.cacheable or not lineage.length:
@@ -360,7 +353,6 @@ class KVCache:
             self._set_checkpoint(lease, node, len(ids), final=final)
 
     def _set_checkpoint(self, lease: Lease, node: Node, end: int, *, final: bool) -> None:
-        """Copy the state of a lease's lineage into a checkpoint at `node`, if there is room."""
         lineage, evict = lease.lineage, lease.evict_now
         size = lineage.state_bytes
         reserved = self.ram.reserve_checkpoint(node, size, end, evict=evict)
@@ -399,11 +391,7 @@ class KVCache:
                 self.ram.shrink(other, force=True)
 
     def _split_at_windows(self, lineage: Lineage, node: Node) -> list[Node]:
-        """Return nodes on the path to `node` whose KV of sliding windows only `lineage` holds.
-
-        The lineages of these nodes were restored without that KV. A node in which
-        `lineage.window_valid_from` lies is split there.
-        """
+        """Return nodes on the path to `node` whose KV of sliding windows only `lineage` holds."""
         valid = lineage.window_valid_from
         bare = [n for n in node.path()[1:] if n.value.window_valid_from > max(n.start, valid)]
         for each in bare:
@@ -415,8 +403,7 @@ class KVCache:
         """Queue committed tokens for writing to disk. Does not block.
 
         Queues those up to the last whole block, if at least `PERSIST_TOKENS` are not queued yet;
-        with `whole`, all tokens however few are new. The path stays locked in RAM until it is on
-        disk.
+        with `whole`, all. The path stays locked in RAM until it is on disk.
         """
         if self.disk is None or lease.node is None:
             return
@@ -430,11 +417,10 @@ class KVCache:
     # -- ends --------------------------------------------------------------------------------------
 
     def finish(self, lease: Lease, ids: Tokens) -> None:
-        """Commit what a request computed, and queue it for writing to disk.
+        """Commit what a request computed, and queue it for writing to disk; the lease stays.
 
         If the model produced NaN, removes it instead. Nothing is committed if a restore is
-        incomplete. The lease stays until `release`. Waits for the device, and raises its error
-        before doing anything else.
+        incomplete. Waits for the device, and raises its error before doing anything else.
         """
         if lease.awaiting_state:
             return
@@ -451,8 +437,8 @@ class KVCache:
     def release(self, lease: Lease) -> None:
         """End a lease: the lineage becomes idle, or is released if the tree does not refer to it.
 
-        Mutates: buffers of older lineages that no request uses may be made smaller. If it raises
-        while it still `holds` the lease, call it again; does nothing for a released lease.
+        If it raises while it still `holds` the lease, call it again; does nothing for a released
+        lease.
         """
         if not self.holds(lease):
             return
@@ -540,7 +526,6 @@ class KVCache:
         return sum(self.ram.remove(node, keep) for node in reversed(below))
 
     def forget_unshared(self, ids: Tokens, keep: int) -> bool:
-        """Do what `forget` does unless another conversation continues `ids`."""
         nodes = [n for n in self.tree.match(ids, touch=False).nodes if n.end > keep]
         if not nodes or any(len(n.children) > (n is not nodes[-1]) for n in nodes):
             return False
@@ -562,7 +547,6 @@ class KVCache:
         return lease.lineage.sound()
 
     def end_pressure(self) -> None:
-        """Make bytes available again that were withheld while the machine was short of memory."""
         self.ram.shared.withhold(0)
 
     def check_integrity(self, *, batch: int) -> None:
@@ -598,7 +582,6 @@ class KVCache:
 
     @property
     def can_pump(self) -> bool:
-        """True if `pump` has results to collect or a job to give to the writer."""
         return self.disk is not None and self.disk.write_behind.ready
 
     def pump(self, *, decoding: bool) -> None:
@@ -609,10 +592,7 @@ class KVCache:
             self.disk.pump(decoding=decoding)
 
     def close(self, seconds: float) -> int:
-        """Write what is not on disk yet; return an upper bound of the tokens that were not written.
-
-        Blocks for about `seconds` at most.
-        """
+        """Write what is not on disk yet; return at most how many tokens were not written."""
         left = self.disk.close(seconds) if self.disk is not None else 0
         self.clear()
         self.ram.shared.leave(self.ram)

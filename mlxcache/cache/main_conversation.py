@@ -25,9 +25,9 @@ class CacheHints:
     """Hints of a request about the eviction of its KV.
 
     `conversation_key`: number of leading tokens that identify the conversation, if known. `head`:
-    number of leading tokens that are tools and system prompt. `label`: that of the session.
-    `keeps`: see `tree.node.Usage`. `asked`: a client waits for the request; False if the server
-    computes its prompt before a request needs it.
+    number of leading tokens that are tools and system prompt. `keeps`: see `tree.node.Usage`.
+    `asked`: a client waits for the request; False if the server computes its prompt before a
+    request needs it.
     """
 
     conversation_key: int | None = None
@@ -73,11 +73,10 @@ class ConversationId:
 class MainConversation:
     """The main conversation of a session, as of its newest turn.
 
-    `nodes`: the path to the end of the reply in the prefix tree, without the root. `side_requests`:
-    number of requests of the session since then, all of other conversations. `rival`: another
-    conversation with the same tools and system prompt, and how many consecutive turns it has had;
-    it may become the main one. `former`: the previous main conversation, which becomes the main one
-    again if it continues.
+    `nodes`: the path to the end of the reply in the prefix tree. `side_requests`: number of
+    requests of the session since then. `rival`: another conversation with the same tools and system
+    prompt, and how many consecutive turns it has had. `former`: the previous main conversation,
+    which becomes the main one again if it continues.
     """
 
     id: ConversationId
@@ -89,7 +88,6 @@ class MainConversation:
     former: MainConversation | None = None
 
     def count_rival(self, rival: ConversationId) -> int:
-        """Count a turn of `rival`, and return how many it has had in a row."""
         before = self.rival[1] if self.rival and self.rival[0] == rival else 0
         self.rival = (rival, before + 1)
         return before + 1
@@ -102,9 +100,7 @@ class MainConversation:
 class MainConversations:
     """The main conversation of each of the `MAX_LABELS` latest sessions, by session label.
 
-    The first conversation of a session is the main one. Another one replaces it if the first was
-    only a short side request, or if the other one has the same tools and system prompt and has
-    taken at least `SETTLED_TURNS` (8) consecutive turns. The rule is `store.leaves.becomes_main`.
+    The first conversation of a session is the main one, until `store.leaves.becomes_main` another.
     """
 
     def __init__(self) -> None:
@@ -124,7 +120,6 @@ class MainConversations:
         return main.nodes
 
     def note_end(self, ids: Tokens, hints: CacheHints, node: Node) -> None:
-        """Record that the request with the prompt `ids` has ended at `node` of the prefix tree."""
         if hints.label is not None:
             main = self._by_label.peek(hints.label)
             self._by_label.put(hints.label, _main_after(main, ids, hints, node))

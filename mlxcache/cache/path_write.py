@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import inf
+from typing import Literal
 
 from mlxcache.cache.kv_io import KVFiles
 from mlxcache.model.kv import Layout, State
@@ -24,15 +24,17 @@ UNWRITTEN = 4096
 TRIES = 2
 """Number of restarts of a path whose first blocks were evicted from disk while it was written."""
 
+Stage = Literal["new", "copying", "resting", "handed over"]
+"""Of a path on its way to disk: the store was not searched for it yet; the writer is to get its
+files; its newest checkpoints wait for a further turn; the writer has got every file.
+"""
+
 States = list[tuple[int, State]]
 """Checkpoints as (position in tokens, state), ascending."""
 
 
 def run_tokens(layout: Layout, pending_limit: int) -> int:
-    """Return the maximum number of tokens of a run file, a multiple of the block size.
-
-    A file takes at most half of the bytes that may wait to be written, unless one block takes more.
-    """
+    """Return the maximum number of tokens of a run file, a multiple of the block size."""
     most = min(RUN_BYTES, pending_limit // 2) // max(1, layout.bytes_per_token)
     return max(BLOCK, min(RUN_TOKENS, most) // BLOCK * BLOCK)
 
@@ -45,13 +47,11 @@ class PathWrite:
     checkpoints that are to be on disk. `reused`: number of leading tokens that the request reused,
     to be counted as a use of their files. `whole`: the path ends where a request ended.
 
-    `asked`: the store was searched for the path. From then on `at` is the position of the next
-    token to hand to the writer, and `states` are the checkpoints to write after the runs. If
-    `may_rest`, these may wait for a further turn, after which most need not be written; they do
-    until `rests_until`, in seconds, if that is not 0. `in_flight`: number of files that the writer
-    has got and has not written. `stopped`: it gets no further ones, so the path may not be on disk
-    as a whole. `lost`: files on disk that the path continues were evicted in the meantime, so its
-    write is to be restarted.
+    `at`: position of the next token to hand to the writer. `states`: the checkpoints to write after
+    the runs; if `may_rest`, they may wait for a further turn, after which most need not be written.
+    `in_flight`: number of files that the writer has got and has not written. `stopped`: it gets no
+    further ones. `lost`: files on disk that the path continues were evicted, so its write is to be
+    restarted.
     """
 
     node: Node
@@ -59,7 +59,7 @@ class PathWrite:
     wanted: States
     reused: int = 0
     whole: bool = False
-    asked: bool = False
+    stage: Stage = "new"
     at: int = 0
     states: States = field(default_factory=list)
     may_rest: bool = False
@@ -71,18 +71,11 @@ class PathWrite:
 
     @property
     def queued(self) -> bool:
-        """True if the writer is to get a file of this path now."""
-        return not (self.handed_over or self.rests_until)
-
-    @property
-    def handed_over(self) -> bool:
-        """True if the writer has got every file of this path."""
-        return self.asked and self.at >= len(self.ids) and not self.states
+        return self.stage in ("new", "copying")
 
     @property
     def over(self) -> bool:
-        """True if the writer has nothing more of this path to write."""
-        return self.handed_over and not self.in_flight
+        return self.stage == "handed over" and not self.in_flight
 
     @property
     def waits(self) -> bool:
@@ -94,10 +87,7 @@ class PathWrite:
         return self.lost and self.tries < TRIES and not self.node.detached
 
     def plan(self, found: Found, layout: Layout, limit: int) -> None:
-        """Choose the runs and checkpoints to write, given the part of the path on disk.
-
-        `limit`: limit of the disk tier in bytes.
-        """
+        """Choose the runs and checkpoints to write, given the part of the path on disk."""
         whole = found.length // BLOCK * BLOCK if found.length < len(self.ids) else len(self.ids)
         self.at = whole if layout.specs else len(self.ids)
         present = [one.position for one in found.checkpoints]
@@ -113,23 +103,28 @@ class PathWrite:
         )
         self.states = [one for one in self.wanted if one[0] in lacking and one[0] not in dropped]
         self.may_rest = new < UNWRITTEN and new * layout.bytes_per_token < len(self.states) * size
-        self.asked = True
+        self.stage = "copying"
+        self._check_end()
+
+    def _check_end(self) -> None:
+        if self.stage != "new" and self.at >= len(self.ids) and not self.states:
+            self.stage = "handed over"
 
     def rest(self, until: float) -> None:
-        self.rests_until = until
+        self.stage, self.rests_until = "resting", until
 
-    def end_rest(self, now: float = inf) -> bool:
-        if not 0 < self.rests_until <= now:
-            return False
-        self.may_rest, self.rests_until = False, 0.0
-        return True
+    def rested(self, now: float) -> bool:
+        return self.stage == "resting" and self.rests_until <= now
+
+    def end_rest(self) -> None:
+        self.stage, self.may_rest = "copying", False
 
     def forget_reuse(self) -> None:
-        """The store has counted it."""
         self.reused = 0
 
     def advance(self, end: int) -> None:
         self.at = end
+        self._check_end()
 
     def count_file(self, change: int) -> None:
         self.in_flight += change
@@ -137,6 +132,7 @@ class PathWrite:
     def next_checkpoint(self, files: KVFiles) -> Job | None:
         """Take the next checkpoint; return a job that writes it, None if the path ends before."""
         at, state = self.states.pop(0)
+        self._check_end()
         ids = self.ids[:at]
         if len(ids) < at:
             return None
@@ -144,24 +140,24 @@ class PathWrite:
 
     def stop(self, *, lost: bool = False) -> None:
         """Give no further files of this path to the writer; it still writes those that it has."""
-        self.asked, self.at, self.states, self.rests_until = True, len(self.ids), [], 0.0
+        self.stage, self.at, self.states = "handed over", len(self.ids), []
         self.stopped, self.lost = True, lost
 
     def drop_checkpoint(self, state: State) -> None:
         self.wanted = [one for one in self.wanted if one[1] is not state]
         self.states = [one for one in self.states if one[1] is not state]
+        self._check_end()
 
     def restart(self) -> None:
-        self.asked, self.at, self.lost, self.stopped = False, 0, False, False
+        self.stage, self.at, self.lost, self.stopped = "new", 0, False, False
         self.tries += 1
 
 
 def lacking_checkpoints(positions: list[int], present: list[int]) -> set[int]:
     """Choose which checkpoints of a path to write to disk; return their positions in tokens.
 
-    `positions`: those of its checkpoints in RAM, ascending. `present`: those of its checkpoints on
-    disk. A checkpoint before the newest one on disk was on disk once and was dropped by thinning,
-    so it is not written again, unless it is the first of the path and before all on disk.
+    A checkpoint before the newest one on disk (`present`) was on disk once and was dropped by
+    thinning, so it is not written again, unless it is the first of the path and before all on disk.
     """
     newer = {at for at in positions if at > max(present, default=0)}
     head = {at for at in positions[:1] if at < min(present, default=0)}

@@ -21,8 +21,7 @@ from mlxcache.tree.node import Match, Node
 def reusable(layout: Layout, match: Match, prompt_tokens: int) -> tuple[int, State | None]:
     """Return how many leading tokens of a prompt's match can be reused, and the state there.
 
-    At least one token of the prompt is left to feed, because its logits are needed. The state is
-    that of the opaque slots, None if the model has none.
+    At least one token of the prompt is left to feed, because its logits are needed.
     """
     if not layout.cacheable:
         return 0, None
@@ -36,9 +35,8 @@ def reusable(layout: Layout, match: Match, prompt_tokens: int) -> tuple[int, Sta
 def intact(layout: Layout, match: Match, upto: int) -> int:
     """Return how many leading tokens of a match, at most `upto`, have all their KV in RAM.
 
-    That includes the KV of the sliding windows that the model needs to continue after them. If one
-    of these windows reaches into a segment that was restored without the KV of sliding windows, the
-    result is the start of the first segment that was.
+    If a sliding window that the model needs to continue reaches into a segment that was restored
+    without the KV of sliding windows, the result is the start of the first segment that was.
     """
     limit = min(match.length, upto)
     lost = next((start for value, start, _ in match.segments if value.lost), limit)
@@ -56,9 +54,8 @@ def intact(layout: Layout, match: Match, upto: int) -> int:
 def finite_prefix(match: Match, reused: int) -> int:
     """Return how many leading tokens of a request to keep after the model produced NaN.
 
-    `reused`: how many of them the request had reused. If a checkpoint at one of these is not
-    finite, the result is the start of the segment that ends at it. Tokens after the reused ones are
-    kept too if another path of the tree shares them, but only if all their KV and checkpoints are
+    Of the `reused` ones, those before a segment whose checkpoint is not finite. Tokens after them
+    are kept too if another path of the tree shares them and all their KV and checkpoints are
     finite.
     """
     parted = [node.end for node in match.nodes if len(node.children) > 1]
@@ -81,10 +78,7 @@ def finite_prefix(match: Match, reused: int) -> int:
 
 
 class Placed(NamedTuple):
-    """A lineage that holds a prefix, and the locked node at which the prefix ends.
-
-    `node` is None if the lineage is new and the tree does not refer to it yet.
-    """
+    """A lineage with a prefix, and the locked node at which it ends; None for a new lineage."""
 
     lineage: Lineage
     node: Node | None = None
@@ -118,12 +112,10 @@ class Placement:
         return self._copy(spans, cached, least, evict)
 
     def _tail(self, owner: Lineage, end: int) -> int:
-        """Return how many positions of `owner`, from `end` on, the prefix tree uses."""
         held = self._tree.live_range(owner)
         return max(0, held[1] - end) if held else 0
 
     def _split_tail(self, match: Match, owner: Lineage, end: int, evict: Evict) -> bool:
-        """Move the KV of `owner` from position `end` on, if there is any, into a new lineage."""
         reserved = self._tail(owner, end)
         if not self._ram.reserve_kv(reserved, evict=evict):
             return False
@@ -139,7 +131,6 @@ class Placement:
         return True
 
     def _split_node(self, match: Match, position: int) -> Node:
-        """Return the node of `match` that ends at `position`, splitting one if needed."""
         for node in match.nodes:
             if node.start < position <= node.end:
                 return self._tree.split_at(node, position)
@@ -150,11 +141,7 @@ class Placement:
     def _continue(
         self, match: Match, spans: list[Span], at: int, least: int, evict: Evict
     ) -> Placed | None:
-        """Continue a request in the buffers of the lineage of `spans[at]`, if there is room.
-
-        In place if they start at position 0 and have room for `least` positions, else copied into
-        larger ones. The KV of the spans after `spans[at]` is appended.
-        """
+        """Continue a request in the lineage of `spans[at]`: in place, or in larger buffers."""
         owner, _, end = spans[at]
         cached = spans[-1][2]
         capacity = owner.capacity
@@ -184,8 +171,7 @@ class Placement:
     def grow_ahead(self) -> bool:
         """Enlarge the buffers of one lineage in which the next turn may not fit, by a copy.
 
-        Only the lineages are looked at that have been continued since the last call. Returns False
-        if none is left; nothing is enlarged without memory to spare.
+        Returns False if none is left; nothing is enlarged without memory to spare.
         """
         while self.continued:
             lineage = self.continued.popleft()
@@ -205,10 +191,9 @@ class Placement:
     def charged(self, lineage: Lineage, capacity: int, leased: bool = False) -> Iterator[None]:
         """Context manager whose body allocates buffers for `lineage`.
 
-        The caller has charged the bytes of `capacity` positions to the budget before, those that
-        the lineage already has included. If the body raises, the bytes that were not allocated are
-        released. The lineage then becomes idle again if its content is intact, and is discarded if
-        not; with `leased`, a request has a lease of it already, and it stays in use.
+        The caller has charged the bytes of `capacity` positions before. If the body raises, the
+        bytes that were not allocated are released, and the lineage becomes idle again if its
+        content is intact, else is discarded; if it is `leased`, it stays in use.
         """
         try:
             yield

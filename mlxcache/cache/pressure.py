@@ -41,11 +41,7 @@ budget, and a minimum in bytes.
 
 
 class Brake:
-    """Number of eighths of the budget to withhold, which depends on the memory pressure so far.
-
-    The number rises while the pressure lasts, by 1 or 2 at most every `STEP_S` seconds. Without
-    pressure it falls by 1 every `CALM_S` seconds.
-    """
+    """Number of eighths of the budget to withhold, which depends on the memory pressure so far."""
 
     def __init__(self) -> None:
         self.parts = 0
@@ -68,7 +64,7 @@ class Observation:
     """Result of the latest memory check, with sizes in bytes.
 
     `footprint`: the memory that this process takes. `expected`: what it takes with the weights
-    loaded and the whole budget in use. `parts`: number of eighths of the budget that are withheld.
+    loaded and the whole budget in use.
     """
 
     level: PressureLevel = PressureLevel.NORMAL
@@ -81,9 +77,8 @@ class Observation:
 class Pressure:
     """Monitor of the machine's memory, in a thread of its own; withholds budget under pressure.
 
-    `post` runs an action on the MLX thread. `base`: bytes that the process takes besides those that
-    MLX allocates. `weights`: bytes of the weights that do not count in the budget. Tests replace
-    the other arguments.
+    `base`: bytes that the process takes besides those that MLX allocates. `weights`: bytes of the
+    weights that do not count in the budget.
     """
 
     def __init__(
@@ -151,7 +146,6 @@ class Pressure:
             self._post(lambda: self._ram.withhold(withheld))
 
     def figures(self) -> dict[str, Any]:
-        """Return the `pressure` part of `GET /v1/cache`. May be called on any thread."""
         seen = self.seen
         return {
             "level": seen.level.name.lower(),

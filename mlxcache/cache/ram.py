@@ -64,7 +64,6 @@ BUFFER_SHARE = 0.75
 
 
 def with_slack(tokens: int) -> int:
-    """Return a buffer capacity in positions for `tokens` tokens and some growth."""
     return rounded(tokens + max(64, tokens // 24))
 
 
@@ -101,12 +100,10 @@ def _count_specs(value: Any) -> int:
 class RamTier:
     """All lineages of a model, idle or in use, with their bytes charged to one budget.
 
-    A lineage is idle if no request uses it. The nodes of the prefix tree have lineages as values.
-    `write_behind`: the queue of writes to disk, None without a disk tier. `device_buffers`: number
-    of buffers that the device can hold, None for no limit. `copy_bytes`: most bytes that new
-    lineages copy in one evaluation, unless one array has more. If the budget of `shared` is short,
-    room is made in the tiers of all its models. `lineage`: makes the lineages.
-    `dropped` counts evictions of KV that is then lost, `spilled` those of KV that is on disk too.
+    The nodes of the prefix tree have lineages as values. `device_buffers`: number of buffers that
+    the device can hold. `copy_bytes`: most bytes that new lineages copy in one evaluation, unless
+    one array has more. `dropped` counts evictions of KV that is then lost, `spilled` those of KV
+    that is on disk too.
     """
 
     def __init__(
@@ -157,15 +154,13 @@ class RamTier:
     # -- reserving ---------------------------------------------------------------------------------
 
     def least_bytes(self, tokens: int) -> int:
-        """Return the least bytes that a prompt's KV and state take."""
         return rounded(tokens + 1) * self.layout.bytes_per_token + self.layout.running_bytes
 
     def reserve_buffer(self, held: int, least: int, evict: Evict) -> int | None:
         """Reserve a buffer of at least `least` positions, which replaces one of `held` positions.
 
-        The bytes of `held` positions (0 for a new lineage) are charged already. Adds room for
-        growth if that fits. Returns the capacity in positions of the new buffer, or None, with
-        nothing reserved, if not even `least` positions fit.
+        Adds room for growth if that fits. Returns the capacity in positions of the new buffer, or
+        None, with nothing reserved, if not even `least` positions fit.
         """
         # no model is unloaded for room to grow
         for_growth: Evict = evict if self.shared.lone or evict == "no" else "idle"
@@ -179,26 +174,23 @@ class RamTier:
         return None
 
     def spares(self, size: int = 0) -> bool:
-        """Return whether there is memory to spare even if `size` bytes more are in use."""
         return self.budget.free - size >= self.budget.limit // SPARE
 
     def reserve_kv(self, tokens: int, held: int = 0, *, evict: Evict) -> bool:
         """Charge the KV bytes of `tokens` more positions; return False if there is no room.
 
-        A negative `tokens` releases bytes. `held`: positions of the buffers that are then copied to
-        larger ones, 0 if none are. They are copied array by array, so the bytes of the largest old
-        array must be available too, but are not charged.
+        `held`: positions of the buffers that are then copied to larger ones, array by array: the
+        bytes of the largest old array must be available too, but are not charged.
         """
         size = tokens * self.layout.bytes_per_token
         return self.reserve("kv", size, held * self.layout.widest, evict=evict)
 
     def reserve(self, kind: str, size: int, passing: int = 0, *, evict: Evict = "idle") -> bool:
-        """Charge `size` bytes to `kind` of the budget, after making room for them.
+        """Charge `size` bytes to `kind` of the budget, after making room; False without room.
 
-        Returns False, and charges nothing, if there is no room. A negative `size` releases bytes.
-        `passing`: further bytes that must be available for a short time, such as during a copy.
-        They are not charged, and may be among those set aside for forward passes. Blocks only with
-        `evict` "wait".
+        A negative `size` releases bytes. `passing`: further bytes that must be available for a
+        short time, such as during a copy; they may be among those set aside for forward passes.
+        Blocks only with `evict` "wait".
         """
         needed = max(0, size) + max(0, passing - self._transient)
         if not self.make_room(needed, evict=evict):
@@ -217,9 +209,9 @@ class RamTier:
     def make_room(self, size: int, *, evict: Evict = "idle") -> bool:
         """Free budget until `size` bytes fit, and return whether they do.
 
-        First compacts idle lineages with many unused positions, then evicts entries, those with the
-        lowest worth first. Evicts nothing if evicting all idle entries would not suffice: those of
-        all models if the shared budget is short, those of this model if its own limit is.
+        First compacts idle lineages with many unused positions, then evicts the entries with the
+        lowest worth. Evicts nothing if evicting all idle entries would not suffice: those of all
+        models if the shared budget is short, those of this model if its own limit is.
         """
         if evict == "no":
             return self.budget.free >= size
@@ -254,14 +246,13 @@ class RamTier:
     def evict_once(self, needed: int, worth: float = CHECKPOINT_WORTH) -> bool:
         """Evict checkpoints on the path to the leaf node with the lowest worth, or its last tokens.
 
-        `needed`: bytes to free; fewer may be freed. Returns False, with nothing evicted, if a
-        request or a pending write uses every leaf node.
+        `needed`: bytes to free; fewer may be freed. Returns False if a request or a pending write
+        uses every leaf node.
 
-        With opaque slots, checkpoints on the path to the node are dropped first, until `needed`
-        bytes are freed: those for which the distance between the two neighbours is less than
-        `worth` times the distance from the later one to the end of the path. None is dropped if the
-        conversation of the node has continued on another branch, which uses them. If none was
-        dropped, tokens at the end of the node are evicted; with opaque slots, all of them.
+        With opaque slots, checkpoints on the path to the node are dropped first (see `Trail`), up
+        to `needed` bytes, unless the conversation has continued on another branch, which uses them.
+        If none was dropped, tokens at the end of the node are evicted; with opaque slots, all of
+        them.
         """
         leaf = self.tree.least_leaf()
         if leaf is None:
@@ -282,7 +273,6 @@ class RamTier:
         return True
 
     def _thin(self, leaf: Node, needed: int, worth: float) -> int:
-        """Drop unlocked checkpoints before `leaf`, up to `needed` bytes; return the bytes freed."""
         freed = 0
         for node in Trail.to(leaf).checkpoints_to_drop(leaf.end, 0, worth=worth):
             if not node.locks and freed < needed:
@@ -310,7 +300,6 @@ class RamTier:
             self._cut(above, above.start)
 
     def evict(self, size: int) -> None:
-        """Evict about `size` bytes of what no request uses, the lowest worth first."""
         goal = self.budget.used - size
         while self.budget.used > goal and self.evict_once(self.budget.used - goal):
             pass
@@ -333,8 +322,8 @@ class RamTier:
     def compact_idle(self, *, evict: Evict = "idle") -> None:
         """Compact idle lineages with many unused positions to the range that the tree uses.
 
-        Of these lineages, the latest `WHOLE_LINEAGES` (4) stay as they are if they start at
-        position 0, so that requests can continue them. All do with memory to spare.
+        The latest `WHOLE_LINEAGES` that start at position 0 stay, so that requests can continue
+        them. All do with memory to spare.
         """
         self._bound_buffers(evict=evict)
         if self.spares():
@@ -353,16 +342,15 @@ class RamTier:
                 self.shrink(lineage, force=True)
 
     def _has_spare(self, lineage: Lineage) -> bool:
-        """Return whether many positions of a lineage's buffers are not used by the tree."""
         start, end = self.tree.live_range(lineage) or (0, 0)
         return lineage.capacity - (end - start) > max(STEP, lineage.capacity // 8)
 
     def shrink(self, lineage: Lineage, *, force: bool) -> int:
         """Release an idle lineage that the tree does not use; return the number of bytes freed.
 
-        A lineage of which the tree uses a range stays as it is. With `force`, that range is copied
-        to buffers of its size, if there is room for the copy. If that fails, the lineage is
-        discarded; raises RuntimeError if the failure is one of the device.
+        With `force`, a range that the tree uses is copied to buffers of its size, if there is room
+        for the copy. If that fails, the lineage is discarded; raises RuntimeError if the failure is
+        one of the device.
         """
         held = self.tree.live_range(lineage)
         before = lineage.nbytes
@@ -421,8 +409,8 @@ class RamTier:
 
         To stay within the limits for one path and for all checkpoints, drops other checkpoints of
         this path, then those of other paths, without waiting for the disk. The caller must hold one
-        lock on the path; checkpoints that other requests lock are not dropped. Returns False, and
-        reserves nothing, if there is no room.
+        lock on the path; checkpoints that other requests lock are not dropped. Returns False
+        without room.
         """
         for each in self._superseded(node, end, self.max_checkpoints(end)):
             if self._locked_once(each):

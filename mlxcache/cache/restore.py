@@ -38,15 +38,13 @@ MIN_GAIN = 64
 class DiskLookup:
     """Progress and result of looking up one prompt on disk.
 
-    A lookup thread writes the fields and the MLX thread reads them. Lengths and positions are in
-    tokens. `known`: leading tokens that are in RAM; files with only those are not verified.
-    `found`: the search has ended. `target`: position up to which to restore, 0 if the gain would be
-    too small. `verified`: position up to which the run files' checksums were verified.
-    `state_verified`: those of the checkpoint file were verified, or there is none. `failed`:
-    nothing more will be verified. `dropped`: no request needs the result any more; set by the MLX
-    thread. `shared`: tokens shared with earlier prompts on disk, whether they can be restored or
-    not. Run files that end at `windows_from` or before are read without the arrays of sliding
-    windows, because no later position uses those.
+    A lookup thread writes the fields and the MLX thread reads them. `known`: leading tokens that
+    are in RAM; files with only those are not verified. `found`: the search has ended. `target`:
+    position up to which to restore, 0 if the gain would be too small. `verified`: position up to
+    which the run files were verified. `failed`: nothing more will be verified. `dropped`: no
+    request needs the result any more. `shared`: tokens shared with earlier prompts on disk. Run
+    files that end at `windows_from` or before are read without the arrays of sliding windows,
+    because no later position uses those.
     """
 
     ids: Tokens
@@ -73,8 +71,7 @@ class Restorer:
     """Reader of the disk tier: looks prompts up, verifies files and loads them.
 
     `wake` is called on a lookup's thread when the lookup has verified another file or has ended.
-    `remote`: where files that are not on disk are fetched from, or None. `min_unknown`: least
-    number of prompt tokens not in RAM for which callers are to start a lookup.
+    `min_unknown`: least number of prompt tokens not in RAM for which callers are to start a lookup.
     """
 
     def __init__(
@@ -103,7 +100,6 @@ class Restorer:
         return lookup
 
     def close(self) -> None:
-        """Cancel lookups that have not begun, and accept no new ones. Does not block."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     # -- on the lookup's threads -------------------------------------------------------------------
@@ -111,8 +107,8 @@ class Restorer:
     def _search(self, lookup: DiskLookup, *, first: bool) -> None:
         """Search the disk for the prompt of `lookup`, and verify the files found.
 
-        `first`: nothing was fetched from the remote for this lookup yet. If the remote may have
-        more of the prefix than the disk, it is fetched, and the disk is searched again afterwards.
+        At `first`, if the remote may have more of the prefix than the disk, it is fetched, and the
+        disk is searched again afterwards.
         """
         try:
             found = self._store.find(lookup.ids)
@@ -139,7 +135,6 @@ class Restorer:
         self._wake()
 
     def _fetch(self, lookup: DiskLookup, found: Found) -> bool:
-        """Begin to fetch from the remote what other servers computed; return whether it began."""
         if self._remote is None:
             return False
         return self._remote.look_up(

@@ -36,7 +36,6 @@ class Room:
     writing: int
 
     def exceeds(self, before: Room) -> bool:
-        """Return whether a reservation that failed with `before` may succeed now."""
         return self.nbytes > before.nbytes or self.writing < before.writing
 
 
@@ -44,8 +43,7 @@ class Room:
 class Wait:
     """A request that waits until other models free memory that it needs.
 
-    `size`: bytes that it needs at least. `room`: the usable memory when its last reservation
-    failed; None if it is to try again even if no memory has become free.
+    `room`: the usable memory when its last reservation failed; None if it is to try again.
     """
 
     size: int
@@ -58,7 +56,7 @@ class SharedRam:
     The weights of the models are charged to `budget` too. `free_idle(size)` unloads idle models
     until `size` more bytes are free and returns True, or unloads none and returns False.
     `ceiling(tier)` returns the most bytes that a tier can have beside the models that are never
-    unloaded. `clock` is that of all members, so that entries of different models are compared.
+    unloaded.
     """
 
     def __init__(
@@ -80,7 +78,6 @@ class SharedRam:
     # -- members -----------------------------------------------------------------------------------
 
     def join(self, tier: RamTier) -> None:
-        """Add `tier`, whose budget must be the shared one or a member of it."""
         if self.budget not in (tier.budget, tier.budget.shared):
             raise ValueError("the budget of a RAM tier is no member of the shared budget")
         self._tiers[tier] = None
@@ -106,10 +103,7 @@ class SharedRam:
         return self.budget.free
 
     def by_kind(self) -> dict[str, int]:
-        """Return the bytes in use, of all members and of the shared budget itself, by their kind.
-
-        A model's name behind a colon, as in "weights:small", is left out.
-        """
+        """Return the bytes in use by kind, without a model's name as in "weights:small"."""
         sums: Counter[str] = Counter()
         for budget in (self.budget, *(tier.budget for tier in list(self._tiers))):
             for kind, size in budget.by_kind().items():
@@ -121,13 +115,11 @@ class SharedRam:
         return self.budget.by_kind().get(WITHHELD, 0)
 
     def charge(self, kind: str, n: int) -> None:
-        """Charge `n` bytes, negative to release, to the shared budget itself. Never refused."""
         self.budget.charge(kind, n)
 
     # -- making room -------------------------------------------------------------------------------
 
     def evict_least(self, needed: int) -> bool:
-        """Evict from the leaf node with the lowest worth in all trees; see `RamTier.evict_once`."""
         ranked = []
         for tier in self._tiers:
             if (leaf := tier.tree.least_leaf()) is not None:
@@ -138,12 +130,10 @@ class SharedRam:
         return tier.evict_once(needed)
 
     def compact(self, size: int) -> None:
-        """Shrink the buffers of idle lineages of all members until `size` bytes are free."""
         for tier in list(self._tiers):
             tier.compact_spare(lambda: self.budget.free >= size)
 
     def unload(self, size: int) -> bool:
-        """Unload idle models until `size` bytes are free; unload none if that cannot suffice."""
         return self._free_idle(size - self.budget.free)
 
     def reach(self, size: int, *, unload: bool) -> bool:
@@ -157,10 +147,9 @@ class SharedRam:
     def make_room(self, size: int) -> bool:
         """Free `size` bytes for weights, and return whether they are free now.
 
-        Changes nothing, and returns False, if evicting all idle KV and unloading all idle models
-        would not suffice. Otherwise unloads as many idle models as are needed beyond idle KV, then
-        evicts idle KV of all members. KV that is not on disk yet is not evicted; if its bytes would
-        be needed, more idle models are unloaded.
+        Changes nothing if evicting all idle KV and unloading all idle models would not suffice. KV
+        that is not on disk yet is not evicted; if its bytes would be needed, more idle models are
+        unloaded.
         """
         return self.reach(size, unload=True) and self._free_up(size, unload=True)
 
@@ -190,10 +179,7 @@ class SharedRam:
     # -- waiting -----------------------------------------------------------------------------------
 
     def fits_alone(self, tier: RamTier, size: int) -> bool:
-        """Return whether `size` bytes fit in `tier` beside only the models that are never unloaded.
-
-        The idle KV of `tier` counts as free.
-        """
+        """Return whether `size` bytes fit in `tier` beside only models that are never unloaded."""
         return size <= self._most(tier) - tier.budget.used + tier.idle_bytes
 
     def retry_waiting(self) -> None:
@@ -214,8 +200,8 @@ class SharedRam:
         """Return whether other models hold memory that `tier` may get later.
 
         That is so if some of their KV is not on disk yet. Also if they use memory, and `tier` can
-        get more than the free bytes and the idle KV of others once all models are unloaded that may
-        be unloaded: then running requests or loaded models hold the rest.
+        get more than the free bytes and the idle KV of others: then running requests or loaded
+        models hold the rest.
         """
         others = [one for one in self._tiers if one is not tier]
         if any(one.writing for one in others):
@@ -233,14 +219,12 @@ class MemoryWaits:
         self._shared = ram.shared
 
     def fits_alone(self, tokens: int) -> bool:
-        """Return whether a prompt would fit if all models were unloaded that may be unloaded."""
         return self._shared.fits_alone(self._ram, self._ram.least_bytes(tokens))
 
     def in_reach(self, tokens: int) -> bool:
         """Return whether a prompt fits once all idle KV is evicted, without unloading a model.
 
-        Idle KV of another model counts only while all paths of that model are on disk, so that it
-        can be evicted at once.
+        Idle KV of another model counts only while all paths of that model are on disk.
         """
         ram, shared = self._ram, self._shared
         idle = sum(one.idle_bytes for one in shared._tiers if one is ram or not one.writing)
@@ -264,20 +248,14 @@ class MemoryWaits:
 
     @property
     def current(self) -> Wait | None:
-        """The wait of a prompt for memory of other models, or None if none waits."""
         return self._shared._waiting.get(self._ram)
 
     @property
     def short(self) -> bool:
-        """True if a prompt waits for memory of other models, and is not to try again yet.
-
-        It is to try again after `retry`, and when more memory is free or can be evicted than at
-        `begin`.
-        """
+        """True if a prompt waits for memory of other models, and is not to try again yet."""
         wait, shared = self.current, self._shared
         return wait is not None and wait.room is not None and not shared._room().exceeds(wait.room)
 
     @property
     def others_wait(self) -> bool:
-        """True if a request for another model waits for memory."""
         return any(one is not self._ram for one in self._shared._waiting)

@@ -51,8 +51,7 @@ class RetryBackoff:
     """Pauses in writing after disk errors, and the paths to write afterwards.
 
     The paths are not locked in RAM: one that is evicted or merged into a longer one is forgotten.
-    `wake_in(seconds)` is called when a pause begins, and is to wake the MLX thread after so many
-    seconds. `failing` is True from an error until the next write that succeeds.
+    `failing` is True from an error until the next write that succeeds.
     """
 
     def __init__(
@@ -89,7 +88,6 @@ class RetryBackoff:
 
     @property
     def due(self) -> bool:
-        """True if there are paths to write, and no pause prevents a write."""
         return bool(self._nodes) and not self.paused
 
     @property
@@ -103,7 +101,6 @@ class RetryBackoff:
             self._nodes[node] = None
 
     def take(self) -> tuple[Node, Tokens] | None:
-        """Remove the oldest path and return the node at its end and its tokens; None if none."""
         while self._nodes:
             node = next(iter(self._nodes))
             del self._nodes[node]
@@ -131,7 +128,6 @@ class StagingBuffers:
         self._free.clear()
 
     def take(self, size: int) -> memoryview:
-        """Return uninitialised memory of `size` bytes, to be handed back with `give_back`."""
         if not self._size // 2 < size <= self._size:
             return np.empty(size, np.uint8).data
         whole = self._free.pop() if self._free else np.empty(self._size, np.uint8).data
@@ -140,7 +136,6 @@ class StagingBuffers:
         return part
 
     def give_back(self, part: memoryview) -> None:
-        """Mark the staging buffer that begins where `part` does as free, if there is one."""
         if (whole := self._taken.pop(_address(part), None)) is not None:
             self._free.append(whole)
 
@@ -150,12 +145,11 @@ def _address(view: memoryview) -> int:
 
 
 class WriteBehind:
-    """Queue of paths between the prefix tree and the store's writer thread.
+    """Queue of paths between the prefix tree and the store's writer thread, which it owns.
 
     At most `pending_limit` bytes of copies wait to be written. `wake()` is called from other
     threads when the MLX thread is to call `pump`. `on_durable(ids)` is called on the MLX thread
-    with each path that ends where a request ended, once it is on disk; it must not block. The queue
-    owns the writer, which `close` ends.
+    with each path that ends where a request ended, once it is on disk; it must not block.
     """
 
     def __init__(
@@ -199,25 +193,24 @@ class WriteBehind:
     @property
     def busy(self) -> bool:
         """True if a path is being written, or waits for that; not while it rests."""
-        return any(not path.rests_until for path in self._paths)
+        return any(path.stage != "resting" for path in self._paths)
 
     @property
     def pending_paths(self) -> int:
-        """Number of paths that are locked in RAM because they are not on disk yet."""
         return len(self._paths)
 
     @property
     def ready(self) -> bool:
         """True if `pump` has something to do besides collecting results."""
         now = self._clock()
-        if any(path.over or 0 < path.rests_until <= now for path in self._paths):
+        if any(path.over or path.rested(now) for path in self._paths):
             return True
         path = self._next()
         if path is None:
             return not self.busy and self.backoff.due
         if self._asking is path:
             return False
-        return not path.asked or self._fits(path)
+        return path.stage == "new" or self._fits(path)
 
     @property
     def works(self) -> bool:
@@ -228,7 +221,6 @@ class WriteBehind:
         return next((path for path in self._paths if path.queued), None)
 
     def _fits(self, path: PathWrite) -> bool:
-        """Return whether a copy of the path's next file may wait to be written now."""
         left = min(self.run_tokens, len(path.ids) - path.at)
         size = max(0, left) * self.layout.bytes_per_token or self.layout.checkpoint_bytes
         return not self.pending_bytes or self.pending_bytes + size <= self._pending_limit
@@ -249,16 +241,14 @@ class WriteBehind:
         above = node.path()
         wanted = [(each.end, each.checkpoint) for each in above if each.checkpoint is not None]
         if self.layout.specs or wanted:
-            self._drop([path for path in self._paths if path.rests_until and path.node in above])
+            self._drop([p for p in self._paths if p.stage == "resting" and p.node in above])
             self._tree.lock(node)
             self._paths.append(PathWrite(node, ids, wanted, reused, whole))
 
     def count_locks(self, node: Node) -> int:
-        """Return how many locks on `node` are held by paths that are being written."""
         return sum(node in path.node.path() for path in self._paths)
 
     def forget(self, nodes: Sequence[Node]) -> None:
-        """Remove from the queue every path through one of `nodes`."""
         self._drop([p for p in self._paths if any(node in nodes for node in p.node.path())])
 
     def drop_checkpoint(self, node: Node) -> None:
@@ -279,10 +269,9 @@ class WriteBehind:
     # -- handing over ------------------------------------------------------------------------------
 
     def pump(self) -> bool:
-        """Apply the results of the writer as `collect` does, and give it at most one new job.
+        """Apply the results of the writer, and give it at most one file; return whether it got one.
 
-        A job is one file to write. Returns True if the writer got one. Raises RuntimeError if a
-        command failed on the device.
+        Raises RuntimeError if a command failed on the device.
         """
         self.collect()
         self._end_rests(self._clock())
@@ -293,7 +282,7 @@ class WriteBehind:
                 path.rest(self._clock() + REST_S)
                 self._rest_timer = self._wake_in(REST_S, self._rest_timer)
                 continue
-            if not path.asked:
+            if path.stage == "new":
                 self._ask_store(path)
                 return False
             if not self._fits(path):
@@ -314,7 +303,8 @@ class WriteBehind:
         self._end_rests(inf)
 
     def _end_rests(self, now: float) -> None:
-        for path in [path for path in self._paths if path.end_rest(now)]:
+        for path in [path for path in self._paths if path.rested(now)]:
+            path.end_rest()
             self._requeue(path)
 
     def _requeue(self, path: PathWrite) -> None:
@@ -322,7 +312,6 @@ class WriteBehind:
         self._paths.append(path)
 
     def _ask_store(self, path: PathWrite) -> None:
-        """Have the writer's thread search the store for a path, after the jobs that it has."""
         if self._asking is not path:
             self.writer.call(lambda: self._look_up(path), "a lookup before a write")
             self._asking = path
@@ -350,11 +339,10 @@ class WriteBehind:
             self._asking = None
         if isinstance(found, StoreError):
             self._suspend(found)
-        elif not path.asked:
+        elif path.stage == "new":
             path.plan(found, self.layout, self._store.limit or 0)
 
     def _offer_next(self, path: PathWrite) -> bool:
-        """Give the writer a copy of the path's next file; return False if there is none."""
         runs = path.at < len(path.ids)
         job = self._next_run(path) if runs else path.next_checkpoint(self._files)
         if job is None:
@@ -396,7 +384,6 @@ class WriteBehind:
         self._wake()
 
     def collect(self) -> None:
-        """Apply all results of the writer's thread that have arrived. Does not block."""
         while self._apply_next(0.0):
             pass
         self._unlock_written()
@@ -433,7 +420,6 @@ class WriteBehind:
         self._pending_tokens -= tokens
 
     def _suspend(self, error: StoreError, *, least: float = FIRST_RETRY_S) -> None:
-        """Pause writing, for `least` seconds at least; requests are served from RAM meanwhile."""
         if not self.backoff.failing:
             log.warning("model %s: disk tier suspended, serving from RAM: %s", self._label, error)
         self.backoff.note_failure(least)
@@ -442,7 +428,6 @@ class WriteBehind:
             self.backoff.add(path.node)
 
     def _unlock_written(self) -> None:
-        """Unlock paths whose last file is written, or restart them if they are `lost`."""
         for path in [path for path in self._paths if path.over]:
             if path.restarts:
                 path.restart()
@@ -498,7 +483,6 @@ class WriteBehind:
         return self._pending_tokens + queued + self.backoff.tokens
 
     def _wait(self, seconds: float) -> bool:
-        """Wait for one result; False if none is expected or none came in time."""
         if not self.pending_bytes and self._asking is None:
             return False
         return self._apply_next(max(0.0, seconds))
@@ -507,7 +491,6 @@ class WriteBehind:
         self._timer = self._wake_in(seconds, self._timer)
 
     def _wake_in(self, seconds: float, before: threading.Timer) -> threading.Timer:
-        """Start a timer that wakes the MLX thread, in place of the timer `before`."""
         before.cancel()
         timer = threading.Timer(seconds, self._wake)
         timer.daemon = True
@@ -515,7 +498,6 @@ class WriteBehind:
         return timer
 
     def close(self, seconds: float) -> None:
-        """End the writer after its current job, waiting for at most `seconds`."""
         self._timer.cancel()
         self._rest_timer.cancel()
         self.writer.close(seconds)

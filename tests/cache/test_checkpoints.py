@@ -21,6 +21,7 @@ from mlxcache.tree.budget import Budget
 from mlxcache.tree.thinning import BUDGET_SHARE, FEWEST, NEWEST
 from mlxcache.types import token_ids
 from tests.scheduled import Bench, admitted
+from tests.scheduling.test_faults import prompt
 from tests.toys.toy import make_toy
 
 TOYS = ("qwen3_5", "mamba2", "llama4", "deepseek_v41")
@@ -34,10 +35,6 @@ def bench(request: pytest.FixtureRequest, toy: Callable[[str], Path]) -> Bench:
 @pytest.fixture
 def hybrid(toy: Callable[[str], Path]) -> Bench:
     return Bench(toy("qwen3_5"))
-
-
-def prompt(rng: np.random.Generator, n: int) -> list[int]:
-    return [int(t) for t in rng.integers(10, 400, n)]
 
 
 def checkpoints(bench: Bench, ids: list[int]) -> list[int]:
@@ -55,12 +52,6 @@ def test_a_prefill_stops_at_each_mark_it_has_not_seen() -> None:
     assert stops((100, 150, 190), 120, 200) == (150, 190)
     assert stops((), 0, 200) == (199,)
     assert stops((100,), 100, 120) == ()
-
-
-def test_of_marks_close_together_the_first_counts() -> None:
-    """Also right after what is reused: the end of a reply, and the start of the next message."""
-    assert stops((101, 150), 100, 200) == (150,)
-    assert stops((100, 100 + MARK_DISTANCE - 1), 0, 200) == (100,)
 
 
 def test_a_prefill_stops_where_an_earlier_one_parted() -> None:

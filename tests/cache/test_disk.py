@@ -38,12 +38,14 @@ FAMILIES = (
 ROOM = 1 << 20
 
 
-@pytest.fixture(scope="module", params=[*FAMILIES, "drafted"])
+@pytest.fixture(scope="module", params=[*FAMILIES, "drafted", "quantised"])
 def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bench:
     folder = tmp_path_factory.mktemp(request.param)
     if request.param == "drafted":
         model = make_toy(folder / "model")
         return Bench(model, draft=make_draft(model, folder / "draft", "alike"))
+    if request.param == "quantised":
+        return Bench(make_toy(folder / "model", head_dim=64), kv_bits=4)
     return Bench(make_toy(folder / "model", request.param))
 
 
@@ -128,21 +130,6 @@ def test_what_left_ram_comes_back_from_disk(
         assert task.out == twin.ask(more).out
     assert bench.kv.ram.spilled > 0
     assert bench.kv.ram.dropped == 0
-
-
-def test_a_branch_from_disk_reuses_what_it_shares(
-    bench: Bench, start: Callable[..., DiskTier], rng: np.random.Generator
-) -> None:
-    disk = start(bench)
-    ids = prompt(rng, 500)
-    bench.ask(ids, marks=(100, 250, 497))
-    settled(disk)
-    start(bench)
-    other = [*ids[:290], *prompt(rng, 100)]
-    task = bench.ask(other, marks=(100, 250, len(other) - 3))
-    layout = bench.kv.layout
-    assert task.record.restored_tokens == (250 if layout.opaque else 290)
-    assert task.out == bench.twin().ask(other).out
 
 
 @pytest.mark.parametrize("bench", ["qwen3_5", "llama4", "deepseek_v41"], indirect=True)

@@ -13,15 +13,12 @@ from mlxcache.errors import GenerationFailed
 from mlxcache.model.lineage import Lineage
 from tests.memory import rounding_bytes
 from tests.scheduled import Bench, admitted
+from tests.scheduling.test_faults import prompt
 
 
 @pytest.fixture
 def dense(toy_paths: dict[str, Path]) -> Bench:
     return Bench(toy_paths["llama"])
-
-
-def prompt(rng: np.random.Generator, n: int) -> list[int]:
-    return [int(t) for t in rng.integers(10, 400, n)]
 
 
 def test_a_linear_turn_goes_on_in_the_same_buffer(dense: Bench, rng: np.random.Generator) -> None:

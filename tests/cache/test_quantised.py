@@ -62,29 +62,6 @@ def test_turns_edits_branches_and_restarts_are_warm(
     disk.close(5.0)
 
 
-def test_what_left_ram_comes_back_from_disk(
-    bench: Bench, tmp_path: Path, rng: np.random.Generator
-) -> None:
-    layout = bench.kv.layout
-    twin = bench.twin()
-    disk = start(
-        bench, tmp_path, ROOM + 1500 * layout.bytes_per_token + 12 * layout.checkpoint_bytes
-    )
-    prompts = [text(rng, 400) for _ in range(5)]
-    outs = []
-    for ids in prompts:
-        outs.append(bench.ask(ids, marks=(100, 397)).out)
-        assert disk.write_behind.drain(20.0) == 0
-    for ids, out in zip(prompts, outs, strict=True):
-        again = [*ids, *out, *text(rng, 40)]
-        task = bench.ask(again, marks=(100, len(again) - 3))
-        assert disk.write_behind.drain(20.0) == 0
-        assert task.record.cached_tokens >= 397
-        assert task.out == twin.ask(again).out
-    assert bench.kv.ram.spilled > 0
-    disk.close(5.0)
-
-
 def test_a_draft_changes_no_token(toy: ToyMaker, tmp_path: Path, rng: np.random.Generator) -> None:
     """The KV of both is quantised, cut back and kept together."""
     model = toy("llama", head_dim=64)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 from mlxcache.cache.kv_cache import KVCache
 from mlxcache.scheduling.task import Task
@@ -14,17 +12,6 @@ from tests.scheduling.test_long_prefill import Timed, answered, ids
 from tests.scheduling.test_prefill import Clock
 
 TICKS = 20
-
-
-def slow_disk() -> Any:
-    """A disk whose next piece has not come."""
-    return SimpleNamespace(
-        ready=lambda task: False,
-        pump=lambda beside: None,
-        progress=lambda lease, ids: None,
-        busy=False,
-        persist=SimpleNamespace(ready=False),
-    )
 
 
 def is_prefilling(bench: Bench, task: Task) -> bool:
