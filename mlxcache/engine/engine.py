@@ -211,8 +211,7 @@ class Engine:
             self._runtime.close(died=True)
 
     def _on_loss(self, why: str) -> None:
-        """Fail all requests because another rank is lost, and end the process `LOST_S` seconds
-        later.
+        """Fail all requests because another rank is lost, and end the process `LOST_S` s later.
 
         The MLX thread is not waited for: it may wait for that rank for ever, in a pass.
         """
