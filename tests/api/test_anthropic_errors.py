@@ -15,7 +15,6 @@ from mlxcache.errors import ContextLengthExceeded, GenerationFailed, QueueFull
 from mlxcache.types import Text, Thinking
 from tests.api.conftest import FakeEngine, eventually, reply
 from tests.api.messages import HELLO, events, post
-from tests.wire.anthropic_bodies import user
 
 OMITTED: Any = {"type": "adaptive", "display": "omitted"}
 
@@ -30,40 +29,6 @@ async def sdk(app: Any) -> AsyncIterator[anthropic.AsyncAnthropic]:
 
 
 class TestErrors:
-    @pytest.mark.parametrize(
-        ("change", "named"),
-        [
-            ({"max_tokens": None}, "max_tokens"),
-            ({"max_tokens": -1}, "max_tokens"),
-            ({"max_tokens": 0, "stream": True}, "stream"),
-            ({"messages": []}, "messages"),
-            ({"messages": [{"role": "robot", "content": "a"}]}, "role"),
-            ({"messages": [user({"type": "image"})]}, "image"),
-            ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search"),
-            ({"tool_choice": {"type": "any"}}, "tool_choice"),
-            ({"temperature": 3}, "temperature"),
-            ({"stop_sequences": [""]}, "stop_sequences"),
-            ({"stop_sequences": ["a"] * 17}, "stop_sequences"),
-        ],
-    )
-    async def test_a_wrong_field_is_named(
-        self, client: httpx.AsyncClient, engine: FakeEngine, change: Any, named: str
-    ) -> None:
-        response = await post(client, **change)
-        assert response.status_code == 400
-        body = response.json()
-        assert body["type"] == "error"
-        assert body["error"]["type"] == "invalid_request_error"
-        assert named in body["error"]["message"]
-        assert engine.jobs == []
-
-    async def test_a_refused_thread_has_the_code_by_which_the_sdk_goes_on_without(
-        self, client: httpx.AsyncClient
-    ) -> None:
-        response = await post(client, thread={"type": "create"})
-        assert response.status_code == 400
-        assert response.json()["error"]["details"] == {"error_code": "thread_unsupported_request"}
-
     @pytest.mark.parametrize("field", ["model", "max_tokens", "messages"])
     async def test_a_missing_field_is_named(self, client: httpx.AsyncClient, field: str) -> None:
         body = {"model": "m", "max_tokens": 1, "messages": HELLO}

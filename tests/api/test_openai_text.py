@@ -64,31 +64,3 @@ class TestText:
         streamed = await client.post("/v1/completions", json=body | {"stream": True})
         pieces = [c["choices"][0]["logprobs"] for c in events(streamed.text)[:-2]]
         assert [p["text_offset"] for p in pieces] == [[0], [2]]
-
-    @pytest.mark.parametrize(
-        ("body", "param"),
-        [
-            ({}, None),
-            ({"prompt": ""}, "prompt"),
-            ({"prompt": []}, "prompt"),
-            ({"prompt": [[]]}, "prompt"),
-            ({"prompt": ["a", ""]}, "prompt"),
-            ({"prompt": [1, "a"]}, "prompt"),
-            ({"prompt": [[1], "a"]}, "prompt"),
-            ({"prompt": [[1], []]}, "prompt"),
-            ({"prompt": ["a"] * 9, "n": 15}, "prompt"),
-            ({"prompt": [1, -1]}, "prompt"),
-            ({"prompt": [2**40]}, "prompt"),
-            ({"prompt": "a", "suffix": "b"}, "suffix"),
-            ({"prompt": "a", "best_of": 2}, "best_of"),
-            ({"prompt": "a", "n": 0}, "n"),
-            ({"prompt": "a", "n": 2, "best_of": 1}, "best_of"),
-            ({"prompt": "a", "echo": True, "logprobs": 1}, "echo"),
-        ],
-    )
-    async def test_what_is_wrong_is_named(
-        self, client: httpx.AsyncClient, body: Any, param: str | None
-    ) -> None:
-        response = await client.post("/v1/completions", json=body)
-        assert response.status_code == 400
-        assert response.json()["error"]["param"] == param

@@ -1,4 +1,4 @@
-"""Anthropic bodies ask for a format and for tools; what cannot be followed is refused by name."""
+"""Anthropic bodies ask for a format and for tools."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from mlxcache.errors import BadRequest, Unsupported
 from mlxcache.types import OutputFormat, ToolChoice
 from mlxcache.wire import anthropic_types as wire
 from mlxcache.wire.anthropic_request import (
@@ -46,30 +45,6 @@ def test_no_format_leaves_the_text_free(fields: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "error", "param"),
-    [
-        ({"output_format": {"type": "regex"}}, Unsupported, "output_format"),
-        (
-            {"output_config": {"format": {"type": "json_schema"}}},
-            BadRequest,
-            "output_config.format.schema",
-        ),
-        (
-            {"output_config": {"format": FORMAT}, "output_format": FORMAT},
-            BadRequest,
-            "output_format",
-        ),
-    ],
-)
-def test_a_format_that_cannot_be_followed_is_refused_by_name(
-    fields: dict[str, Any], error: type[BadRequest], param: str
-) -> None:
-    with pytest.raises(error, match=param) as raised:
-        read_format(body(**fields))
-    assert raised.value.param == param
-
-
-@pytest.mark.parametrize(
     ("fields", "expected"),
     [
         ({}, ToolChoice()),
@@ -87,24 +62,6 @@ def test_a_choice_says_which_tools_may_and_must_be_called(
 
 def test_without_tools_calls_are_text() -> None:
     assert choice([]) is None
-
-
-@pytest.mark.parametrize(
-    ("tools", "fields", "words"),
-    [
-        ([], {"type": "any"}, "'any' needs tools"),
-        ([], {"type": "tool", "name": "A"}, "'tool' needs tools"),
-        ([tool("A")], {"type": "tool", "name": "B"}, "'B' is not one of tools"),
-        ([tool("A")], {"type": "tool"}, "a name is required"),
-        ([tool("A")], {"type": "sometimes"}, "'sometimes' is none of"),
-    ],
-)
-def test_a_choice_that_cannot_be_followed_is_refused_by_name(
-    tools: list[dict[str, Any]], fields: dict[str, Any], words: str
-) -> None:
-    with pytest.raises(BadRequest, match=words) as raised:
-        choice(tools, **fields)
-    assert str(raised.value.param).startswith("tool_choice")
 
 
 def test_only_what_may_be_called_says_strict_not_what_is_rendered() -> None:

@@ -42,22 +42,6 @@ def test_an_empty_system_prompt_is_none(system: Any) -> None:
     assert [m["role"] for m in read(system=system).messages] == ["user"]
 
 
-@pytest.mark.parametrize(
-    ("body", "place"),
-    [
-        ({"system": [{"type": "text", "text": "a"}, {"type": "nothing"}]}, "system[1]"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "nothing"}]}]},
-            "messages[0].content[0]",
-        ),
-    ],
-)
-def test_a_wrong_block_is_named_by_its_place_in_the_body(body: dict[str, Any], place: str) -> None:
-    with pytest.raises(BadRequest) as caught:
-        convert({"model": "m", "max_tokens": 5, "messages": [user("Hello.")], **body})
-    assert caught.value.param == place
-
-
 def test_a_system_message_between_others_stays_where_it_is() -> None:
     chat = read(user("a"), {"role": "system", "content": "note"}, assistant("b"), user("c"))
     assert [m["role"] for m in chat.messages] == ["user", "system", "assistant", "user"]

@@ -1,16 +1,12 @@
-"""Every field of a request changes the chat, is refused by name, or leaves the prompt as it is."""
+"""What of a request leaves the prompt as it is."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import pytest
 
-from mlxcache.errors import BadRequest, Unsupported
-from mlxcache.wire import anthropic_types as wire
-from mlxcache.wire.decode import decode
-from tests.wire.anthropic_bodies import read, rendered, user
+from tests.wire.anthropic_bodies import read, rendered
 
 
 @pytest.mark.parametrize(
@@ -26,24 +22,6 @@ from tests.wire.anthropic_bodies import read, rendered, user
 )
 def test_thinking_is_the_templates_to_switch(thinking: Any, expected: dict[str, Any]) -> None:
     assert read(thinking=thinking).template_args == expected
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("mcp_servers", [{"type": "url", "url": "https://example.org"}]),
-        ("thread", {"type": "continue", "previous_message_id": "msg_1"}),
-        ("compaction", {"type": "summarize"}),
-        ("container", "container_1"),
-        ("container", {"skills": [{"type": "anthropic", "skill_id": "xlsx"}]}),
-        ("context_management", {"edits": [{"type": "compact_20260112"}]}),
-        ("context_management", {"edits": [{"type": "an_edit_of_tomorrow"}]}),
-        ("output_config", {"task_budget": {"type": "tokens", "total": 20_000}}),
-    ],
-)
-def test_what_would_change_the_answer_is_refused_by_name(field: str, value: Any) -> None:
-    with pytest.raises(Unsupported, match=field):
-        read(**{field: value})
 
 
 @pytest.mark.parametrize(
@@ -76,19 +54,3 @@ def test_what_would_change_the_answer_is_refused_by_name(field: str, value: Any)
 )
 def test_what_changes_no_prompt_is_accepted(field: str, value: Any) -> None:
     assert rendered(read(**{field: value})) == rendered(read())
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        {"thinking": {"type": "sometimes"}},
-        {"thinking": {"type": "adaptive", "display": "loudly"}},
-        {"output_config": {"effort": "some"}},
-        {"messages": [{"role": "system", "output_config": {"effort": "some"}}]},
-        {"messages": [{"role": "system", "content": "a", "clear_at": "noon"}]},
-    ],
-)
-def test_a_setting_that_is_unknown_is_refused(body: dict[str, Any]) -> None:
-    raw = msgspec.json.encode({"model": "m", "messages": [user("hi")], **body})
-    with pytest.raises(BadRequest, match=r"Invalid enum value .*: use one of '"):
-        decode(wire.Conversation, raw)
