@@ -125,6 +125,7 @@ class Lanes:
             if proposer is not None:
                 proposer.catch_up()
         except BaseException:
+            self._proposers.pop(task, None)
             self.kv.budget.release("batch", size)
             raise
         self.all.append(Lane(decoder, [task], bytes=size))
