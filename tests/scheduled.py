@@ -83,6 +83,11 @@ class PlainParser:
         return []
 
 
+def prompt(rng: np.random.Generator, n: int) -> list[int]:
+    """`n` random tokens."""
+    return [int(t) for t in rng.integers(10, 400, n)]
+
+
 class SteadyCost(cost.Cost):
     """Costs that no measurement changes: chunks are as long however loaded the machine is."""
 

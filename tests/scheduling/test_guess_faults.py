@@ -25,7 +25,7 @@ from tests.scheduling.faults import Fault, FaultyModel, faulty, uncomputable
 from tests.scheduling.guesses import Foretold, speculating
 from tests.scheduling.test_device_errors import live
 from tests.scheduling.test_faults import at_rest, error
-from tests.scheduling.test_guessing import check_kept, foretold, prompt
+from tests.scheduling.test_verifier import check_kept, guessing, prompt
 
 SEEDED = Sampling(temperature=0.9, seed=3, repetition_penalty=1.2)
 STOPPED = "no further guesses in this reply"
@@ -39,7 +39,7 @@ def prepared(path: Path, rng: np.random.Generator) -> tuple[Bench, FaultyModel, 
     bench, ids = Bench(path), prompt(rng, 60)
     model = faulty(bench)
     plain = bench.twin().ask(ids, tokens=60, sampling=SEEDED)
-    return speculating(bench, foretold(bench, [plain], wrong=0.2)), model, ids, plain
+    return guessing(bench, [plain], wrong=0.2), model, ids, plain
 
 
 def over_guesses(bench: Bench, after: int) -> Callable[[mx.array], bool]:
