@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -216,7 +216,7 @@ class Bench:
         sampler = make_sampler(sampling, self.kv.layout.vocab_size)
         guide = task.guide.copy() if task.guide is not None else None
         row = Row(sampler, processors, context, id=task.record.id, guide=guide)
-        return Output(cast(Any, PlainParser()), row)
+        return Output(PlainParser(), row)
 
     def put(
         self,

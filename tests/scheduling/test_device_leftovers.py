@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -105,7 +105,7 @@ def test_a_token_that_a_parser_cannot_read_is_drawn_again_if_its_pass_failed(
                 raise OverflowError(token)
             return super().feed(token)
 
-    bench.prepare_output = lambda task: replace(prepare(task), parser=cast(Any, Strict()))  # type: ignore[method-assign]
+    bench.prepare_output = lambda task: replace(prepare(task), parser=Strict())  # type: ignore[method-assign]
     once.when = lambda: decoding(bench, 1, 6)
     task = bench.put(tokens(np.random.default_rng(13), 100), tokens=20)
     unlucky.run([task])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -231,7 +231,7 @@ def test_a_parser_that_raises_fails_its_own_request(
     tasks = [bench.put(ids, tokens=20) for ids in prompts]
     bench.run(until=lambda: all(task.output for task in tasks))
     assert tasks[0].output is not None
-    tasks[0].output = replace(tasks[0].output, parser=cast(Any, FaultyParser(at)))
+    tasks[0].output = replace(tasks[0].output, parser=FaultyParser(at))
     bench.run()
     assert isinstance(error(tasks[0]), GenerationFailed)
     for ids, task in zip(prompts[1:], tasks[1:], strict=True):

@@ -19,13 +19,13 @@ from mlxcache.scheduling.task import Task
 from mlxcache.scheduling.verifier import Verifier
 from mlxcache.types import Finished, Sampling
 from tests.conftest import ToyMaker
-from tests.scheduled import Bench
+from tests.scheduled import Bench, prompt
 from tests.scheduling.failing_device import Judge, Once, Unlucky, last, text
 from tests.scheduling.faults import Fault, FaultyModel, faulty, uncomputable
 from tests.scheduling.guesses import Foretold, speculating
 from tests.scheduling.test_device_errors import live
 from tests.scheduling.test_faults import at_rest, error
-from tests.scheduling.test_verifier import check_kept, guessing, prompt
+from tests.scheduling.test_verifier import check_kept, guessing
 
 SEEDED = Sampling(temperature=0.9, seed=3, repetition_penalty=1.2)
 STOPPED = "no further guesses in this reply"

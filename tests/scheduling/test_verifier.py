@@ -123,7 +123,11 @@ def check_kv(bench: Bench, task: Task, ids: list[int]) -> None:
                 held = owner.view(i, j, start, end)
                 expected = array[..., start:end, :]
                 off = mx.any(mx.abs(held - expected) > rounding(expected), axis=(0, 1, 3))
-                assert off.sum().item() <= sparse * (end - start) / 100, (i, j, off)
+                assert np.count_nonzero(np.asarray(off)) <= sparse * (end - start) / 100, (
+                    i,
+                    j,
+                    off,
+                )
 
 
 def check_kept(bench: Bench, task: Task) -> None:
@@ -342,7 +346,7 @@ def test_a_decoder_that_fed_nothing_leaves_its_lineage_as_it_is(
     bench.model(mx.array(ids)[None], cache=lineage.caches)
     kv.eval_states(lineage.caches)
     lineage.advance(len(ids))
-    proposer = HistoryProposer(Conversations(CHEAP), bench.put(ids, tokens=1))
+    proposer = HistoryProposer(Conversations(CHEAP), bench.put(ids.tolist(), tokens=1))
     decoder = Verifier(bench.model, Row(lambda logits: logits, (), None), lineage, proposer)
     decoder.rewind(join_ids(ids, token_ids([5, 6])))
     assert lineage.length == len(ids)
