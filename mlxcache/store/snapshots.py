@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from io import FileIO
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -70,6 +71,8 @@ if TYPE_CHECKING:
     from mlxcache.store.store import Store
 
 CHUNK_BYTES = 2 << 20
+MOST_HELD = 128
+"""Files that an export keeps open, so that it has their KV although they are evicted meanwhile."""
 
 RowKind = tuple[str, str, tuple[int, ...]]
 
@@ -86,6 +89,7 @@ class SnapshotKV:
         self.store = store
         self.namespace = store.namespace if namespace is None else namespace
         self._headers: dict[Path, Header] = {}
+        self._held: dict[Path, FileIO] = {}
 
     # -- for an export -----------------------------------------------------------------------------
 
@@ -109,7 +113,7 @@ class SnapshotKV:
                 place = next(p for p in self._header(piece.path).places if p.name == name)
                 row = place.nbytes // place.shape[0]
                 begin = place.offset + (first - piece.first) * row
-                yield from read_bytes(piece.path, begin, begin + (last - first) * row)
+                yield from self._read(piece.path, begin, begin + (last - first) * row)
 
     def state_places(self, ids: Tokens, saved: Saved) -> Sequence[Place]:
         return self._header(saved.path).places
@@ -123,14 +127,23 @@ class SnapshotKV:
             begin = max(first - at, 0)
             end = place.nbytes if last is None else min(last - at, place.nbytes)
             if begin < end:
-                yield from read_bytes(saved.path, place.offset + begin, place.offset + end)
+                yield from self._read(saved.path, place.offset + begin, place.offset + end)
             at += place.nbytes
 
     def _header(self, path: Path) -> Header:
         if path not in self._headers:
             with _open_stored(path) as fd:
                 self._headers[path] = read_header(fd)
+                if len(self._held) < MOST_HELD:
+                    self._held[path] = FileIO(os.dup(fd))  # closed with this object
         return self._headers[path]
+
+    def _read(self, path: Path, begin: int, end: int) -> Iterator[bytes]:
+        if (held := self._held.get(path)) is not None:
+            yield from _read_file(held.fileno(), path, begin, end)
+            return
+        with _open_stored(path) as fd:
+            yield from _read_file(fd, path, begin, end)
 
     # -- for an import -----------------------------------------------------------------------------
 
@@ -141,14 +154,13 @@ class SnapshotKV:
         self.store.write_checkpoint(ids, tensors)
 
 
-def read_bytes(path: Path, begin: int, end: int) -> Iterator[bytes]:
-    with _open_stored(path) as fd:
-        while begin < end:
-            part = os.pread(fd, min(CHUNK_BYTES, end - begin), begin)
-            if not part:
-                raise Corrupt(f"{path} is cut off.")
-            begin += len(part)
-            yield part
+def _read_file(fd: int, path: Path, begin: int, end: int) -> Iterator[bytes]:
+    while begin < end:
+        part = os.pread(fd, min(CHUNK_BYTES, end - begin), begin)
+        if not part:
+            raise Corrupt(f"{path} is cut off.")
+        begin += len(part)
+        yield part
 
 
 @contextmanager
@@ -249,8 +261,8 @@ class SnapshotExport:
     verifies the files, and iteration reads them again; both block. KV that construction finds
     damaged or evicted is left out, and the importing server computes it again; the token ids are
     always complete. Construction raises StoreError, and Unsupported (see `Store.snapshot_kv`).
-    Iteration raises StoreError, for example if a file is evicted before it was read; the snapshot
-    is then incomplete, is recognised by its length and cannot be imported.
+    Iteration raises StoreError, for example if a file beyond the first `MOST_HELD` is evicted; the
+    snapshot is then incomplete, is recognised by its length and cannot be imported.
     """
 
     def __init__(self, store: Store, session: SessionInfo, owner: str | None = None):

@@ -274,7 +274,21 @@ def test_what_does_not_fit_the_cap_is_refused_before_it_evicts(tmp_path: Path) -
     assert store_in(tmp_path / "b").stats().runs == 0
 
 
-def test_what_is_evicted_while_it_is_read_ends_the_file_short(tmp_path: Path) -> None:
+def test_what_is_evicted_while_it_is_read_is_in_the_file(tmp_path: Path) -> None:
+    ids = ids_of(640)
+    a = store_in(tmp_path / "a")
+    save(a, ids, step=128)
+    whole = b"".join(SnapshotExport(a, session(ids)))
+    made = SnapshotExport(a, session(ids))
+    for piece in a.find(ids).pieces:
+        piece.path.unlink()
+    assert b"".join(made) == whole
+
+
+def test_what_is_evicted_and_not_held_ends_the_file_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshots, "MOST_HELD", 3)
     ids = ids_of(640)
     a = store_in(tmp_path / "a")
     save(a, ids, step=128)
