@@ -81,16 +81,18 @@ def wrapped(
 
 
 def run(
-    tokenizer: Any, text: str, reason: Any = "stop", **options: Any
+    tokenizer: Any, reply: str | Sequence[int], reason: Any = "stop", **options: Any
 ) -> tuple[list[Piece], OutputParser]:
+    """All pieces of a reply, a text or ids, and the parser that made them."""
     parser = OutputParser(tokenizer, **options)
-    pieces: list[Piece] = []
-    for token in tokenizer.encode(text, add_special_tokens=False):
-        if parser.done is not None:
-            break
-        pieces += parser.feed(token)
-    pieces += parser.finish(reason)
-    return joined(pieces), parser
+    ids = tokenizer.encode(reply, add_special_tokens=False) if isinstance(reply, str) else reply
+    pieces = [piece for token in ids for piece in parser.feed(token)]
+    return joined(pieces + parser.finish(reason)), parser
+
+
+def spelled_out(tokenizer: Any, text: str) -> list[int]:
+    """Ids of each character alone, so that no marker is one token."""
+    return [t for c in text for t in tokenizer.encode(c, add_special_tokens=False)]
 
 
 def joined(pieces: Sequence[Piece]) -> list[Piece]:
@@ -134,14 +136,8 @@ def test_text_comes_out_as_it_was_encoded(text: str, kind: str) -> None:
     tokenizer = PLAIN[kind]
     # mlx-lm's byte-level detokenizer drops the space that a reply begins with
     prime = tokenizer.encode("x", add_special_tokens=False)
-    parser = OutputParser(tokenizer, prime=prime)
-    pieces: list[Piece] = []
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    for token in ids:
-        pieces += parser.feed(token)
-    pieces += parser.finish("length")
-    assert all("\ufffd" not in p.text for p in pieces if isinstance(p, Text)) or "\ufffd" in text
-    assert joined(pieces) == ([Text(text)] if text else [])
+    pieces, _ = run(tokenizer, text, "length", prime=prime)
+    assert pieces == ([Text(text)] if text else [])
 
 
 PLAIN = {kind: wrapped(kind=kind) for kind in DETOKENIZERS}
@@ -253,9 +249,8 @@ def test_the_rest_of_a_message_keeps_its_first_blanks(kind: str) -> None:
     """Also the space of the first token, which detokenizers drop where a text begins."""
     tokenizer = wrapped(kind=kind)
     prime = tokenizer.encode("Well,", add_special_tokens=False)
-    parser = OutputParser(tokenizer, prime=prime, continued=True)
-    pieces = [*run_on(parser, tokenizer, "  \nso"), *parser.finish("stop")]
-    assert joined(pieces) == [Text("  \nso")]
+    pieces, _ = run(tokenizer, "  \nso", prime=prime, continued=True)
+    assert pieces == [Text("  \nso")]
 
 
 @pytest.mark.parametrize("kind", list(DETOKENIZERS))
@@ -263,9 +258,7 @@ def test_a_blank_at_the_end_of_a_prompt_is_not_in_the_reply(kind: str) -> None:
     tokenizer = wrapped(kind=kind)
     prime = tokenizer.encode("Well, ", add_special_tokens=False)
     for rest in ("so", " so", "\nso"):
-        parser = OutputParser(tokenizer, prime=prime, plain=True)
-        pieces = [*run_on(parser, tokenizer, rest), *parser.finish("stop")]
-        assert joined(pieces) == [Text(rest)]
+        assert run(tokenizer, rest, prime=prime, plain=True)[0] == [Text(rest)]
 
 
 def test_the_rest_of_a_message_may_call_and_stop(qwen: TokenizerWrapper) -> None:
@@ -315,18 +308,14 @@ def test_thinking_that_never_ends_is_kept(qwen: TokenizerWrapper, reason: Any) -
 
 
 def test_a_closing_marker_spelled_out_closes(qwen: TokenizerWrapper) -> None:
-    parser = OutputParser(qwen, thinking_open=True)
-    spelled = [qwen.encode(c, add_special_tokens=False)[0] for c in "a</think>b"]
-    pieces = [p for token in spelled for p in parser.feed(token)] + parser.finish("stop")
-    assert joined(pieces) == [Thinking("a"), Text("b")]
+    pieces, _ = run(qwen, spelled_out(qwen, "a</think>b"), thinking_open=True)
+    assert pieces == [Thinking("a"), Text("b")]
 
 
 def test_text_about_think_markers_is_text(qwen: TokenizerWrapper) -> None:
     """In the middle of a reply only the token itself opens a block, not its spelling."""
-    parser = OutputParser(qwen)
-    spelled = [qwen.encode(c, add_special_tokens=False)[0] for c in "The <think> tag."]
-    pieces = [p for token in spelled for p in parser.feed(token)] + parser.finish("stop")
-    assert joined(pieces) == [Text("The <think> tag.")]
+    pieces, _ = run(qwen, spelled_out(qwen, "The <think> tag."))
+    assert pieces == [Text("The <think> tag.")]
     pieces, _ = run(qwen, "One moment. <think>a</think>Two.")
     assert pieces == [Text("One moment. "), Thinking("a"), Text("Two.")]
 
@@ -402,8 +391,7 @@ def test_the_turn_ends_where_anything_but_a_call_follows(qwen: TokenizerWrapper,
 
 def test_one_call_is_enough_where_the_client_wants_one(qwen: TokenizerWrapper) -> None:
     parser = OutputParser(qwen, tools=TOOLS, parallel_tools=False)
-    pieces = run_on(parser, qwen, LOOK)
-    assert [type(p) for p in pieces] == [ToolCall]
+    assert [type(p) for p in run_on(parser, qwen, LOOK)] == [ToolCall]
     assert parser.done == "tool_calls"
 
 
@@ -439,11 +427,9 @@ def test_a_malformed_call_comes_back_as_text(qwen: TokenizerWrapper, block: str)
 @pytest.mark.parametrize("keep", [5, 20, len(LOOK) - 1])
 def test_a_call_cut_off_comes_back_as_text(qwen: TokenizerWrapper, reason: Any, keep: int) -> None:
     """A reply that ran into its limit must not run a tool with half the arguments."""
-    spelled = [t for c in f"a\n{LOOK[:keep]}" for t in qwen.encode(c, add_special_tokens=False)]
-    parser = OutputParser(qwen, tools=TOOLS)
-    pieces = [p for token in spelled for p in parser.feed(token)] + parser.finish(reason)
-    assert joined(pieces) == [Text(f"a\n{LOOK[:keep]}")]
-    assert parser.done == reason
+    text = f"a\n{LOOK[:keep]}"
+    pieces, parser = run(qwen, spelled_out(qwen, text), reason, tools=TOOLS)
+    assert (pieces, parser.done) == ([Text(text)], reason)
 
 
 def test_a_call_without_its_closing_marker_counts_at_the_end_of_turn(
@@ -467,11 +453,9 @@ def test_a_closing_marker_inside_an_argument(qwen: TokenizerWrapper) -> None:
     inner = "x</tool_call>y"
     body = json.dumps({"name": "look", "arguments": {"city": inner}})
     start, end = (qwen.encode(m, add_special_tokens=False) for m in ("<tool_call>", "</tool_call>"))
-    spelled = [qwen.encode(c, add_special_tokens=False)[0] for c in body]
-    for inside in (spelled, qwen.encode(body, add_special_tokens=False)):
-        parser = OutputParser(qwen, tools=TOOLS)
-        pieces = [p for token in (*start, *inside, *end) for p in parser.feed(token)]
-        assert call(pieces + parser.finish("stop")) == ("look", {"city": inner})
+    for inside in (spelled_out(qwen, body), qwen.encode(body, add_special_tokens=False)):
+        pieces, _ = run(qwen, [*start, *inside, *end], tools=TOOLS)
+        assert call(pieces) == ("look", {"city": inner})
 
 
 def test_a_call_within_thinking(qwen: TokenizerWrapper) -> None:
@@ -490,10 +474,8 @@ def test_a_malformed_call_within_thinking_stays_there(qwen: TokenizerWrapper) ->
 def test_thinking_about_calls_is_thinking() -> None:
     """Spelled out where the vocabulary has the token, or in a format that was never taught."""
     tokenizer = wrapped("json_tools", QWEN)
-    ids = [tokenizer.encode(c, add_special_tokens=False)[0] for c in LOOK]
-    parser = OutputParser(tokenizer, tools=TOOLS, thinking_open=True)
-    pieces = [p for token in ids for p in parser.feed(token)] + parser.finish("stop")
-    assert joined(pieces) == [Thinking(LOOK)]
+    pieces, _ = run(tokenizer, spelled_out(tokenizer, LOOK), tools=TOOLS, thinking_open=True)
+    assert pieces == [Thinking(LOOK)]
     pieces, _ = run(
         wrapped(None, THINK), f"<think>{LOOK}</think>ok", tools=TOOLS, generic_tools=True
     )
@@ -572,9 +554,7 @@ def test_each_family_cut_off_anywhere(family: str) -> None:
     tokenizer = wrapped(family, markers_of(family))
     ids = tokenizer.encode(FAMILIES[family], add_special_tokens=False)
     for length in range(0, len(ids) + 1, 3):
-        parser = OutputParser(tokenizer, tools=TOOLS)
-        pieces = [p for token in ids[:length] for p in parser.feed(token)]
-        pieces = joined(pieces + parser.finish("length"))
+        pieces, _ = run(tokenizer, ids[:length], "length", tools=TOOLS)
         if any(isinstance(p, ToolCall) for p in pieces):
             assert call(pieces) == ("look", {"city": "Aix", "days": 2})
             assert length > len(ids) - 3
@@ -784,11 +764,7 @@ def test_the_cut_into_tokens_changes_nothing(
     text = "".join(data.draw(st.lists(st.sampled_from(fragments), max_size=12)))
     results = []
     for split in (cut(text, cuts), [text], list(text)):
-        parser = OutputParser(Spelled(tokenizer, split), **options)
-        out: list[Piece] = []
-        for token in range(len(split)):
-            out += parser.feed(token)
-        out += parser.finish(reason)
+        out, parser = run(Spelled(tokenizer, split), range(len(split)), reason, **options)
         results.append((without_ids(out), parser.done, parser.stop_sequence))
     assert results[0] == results[1] == results[2]
 
@@ -809,9 +785,7 @@ def without_ids(pieces: Sequence[Piece]) -> list[Any]:
 def test_pieces_put_together_are_the_reply(text: str, cuts: list[int]) -> None:
     """Without stops and tools nothing is lost or moved but what markers and blanks are made of."""
     split = cut(text, cuts)
-    parser = OutputParser(Spelled(THINKER, split))
-    out: list[Piece] = [p for token in range(len(split)) for p in parser.feed(token)]
-    out += parser.finish("length")
+    out, _ = run(Spelled(THINKER, split), range(len(split)), "length")
     said = "".join(p.text for p in out if isinstance(p, Text | Thinking))
     framing = str.maketrans("", "", "</think>\n ")
     assert said.translate(framing) == text.translate(framing)
@@ -828,9 +802,7 @@ def test_streamed_text_stops_where_a_search_finds_the_stop(
 ) -> None:
     """The reference looks at the whole text: the shortest prefix that ends in a stop string."""
     split = cut(text, cuts)
-    parser = OutputParser(Chunks(BASE, split), stop=stop)
-    out: list[Piece] = [p for token in range(len(split)) for p in parser.feed(token)]
-    out += parser.finish("length")
+    out, parser = run(Chunks(BASE, split), range(len(split)), "length", stop=stop)
     expected, found = text, None
     for end in range(1, len(text) + 1):
         ends = [s for s in stop if text[:end].endswith(s)]
@@ -926,10 +898,8 @@ def test_a_reply_without_a_header_is_text_at_once(oss: TokenizerWrapper) -> None
 
 def test_text_about_the_format_is_text(oss: TokenizerWrapper) -> None:
     ids = oss.encode(f"{ANALYSIS}<|channel|>final<|message|>", add_special_tokens=False)
-    ids += [oss.encode(c, add_special_tokens=False)[0] for c in "the <|end|> token"]
-    parser = OutputParser(oss)
-    pieces = [p for token in ids for p in parser.feed(token)] + parser.finish("stop")
-    assert joined(pieces) == [Thinking("hm"), Text("the <|end|> token")]
+    pieces, _ = run(oss, [*ids, *spelled_out(oss, "the <|end|> token")])
+    assert pieces == [Thinking("hm"), Text("the <|end|> token")]
 
 
 def test_gpt_oss_told_of_another_format(oss: TokenizerWrapper) -> None:
@@ -942,6 +912,6 @@ def test_gpt_oss_told_of_another_format(oss: TokenizerWrapper) -> None:
 def test_a_plain_completion_is_text_and_nothing_else(qwen: TokenizerWrapper, opened: bool) -> None:
     """Markers of thinking and calls are part of a raw completion's text, wherever it begins."""
     text = "<think>so</think> then <tool_call>{}</tool_call>"
-    parser = OutputParser(qwen, tools=({"name": "f"},), plain=True, thinking_open=opened)
-    pieces = run_on(parser, qwen, text)
-    assert joined([*pieces, *parser.finish("length")]) == [Text(text)]
+    tools = ({"name": "f"},)
+    pieces, _ = run(qwen, text, "length", tools=tools, plain=True, thinking_open=opened)
+    assert pieces == [Text(text)]

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from mlx_lm import tool_parsers
 
-from mlxcache.model.output import OutputParser
 from mlxcache.types import FinishReason, Text, ToolCall
+from tests.model.test_output import run
 from tests.model.tool_families import CLOSINGS, FAMILIES, PLAIN, Family, Maker, Pieced
 
 CASES = int(os.environ.get("MLXCACHE_TOOL_CASES", "100"))
@@ -39,10 +39,8 @@ def read(
 ) -> tuple[list[tuple[str, Any]], str]:
     tokenizer = Pieced(family, single=single)
     generic = family.parser is None and family is not FAMILIES["harmony"]
-    parser = OutputParser(tokenizer, tools=tools, generic_tools=generic)
     ids = tokenizer.tokens(tokenizer.cut(text, places))
-    pieces = [piece for token in ids for piece in parser.feed(token)]
-    pieces += parser.finish(reason)
+    pieces, _ = run(tokenizer, ids, reason, tools=tools, generic_tools=generic)
     calls = [(p.name, exact(p.arguments)) for p in pieces if isinstance(p, ToolCall)]
     return calls, "".join(p.text for p in pieces if isinstance(p, Text))
 

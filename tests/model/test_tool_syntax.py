@@ -15,6 +15,7 @@ from mlxcache.model.tool_syntax import families
 from mlxcache.model.tool_syntax.arguments import Tool, Tools
 from mlxcache.model.tool_syntax.reading import Call, Malformed
 from mlxcache.types import FinishReason, Piece, Text, ToolCall
+from tests.model.test_output import run as parsed
 from tests.model.tool_families import FAMILIES, Pieced, qwen3_coder
 
 
@@ -32,10 +33,8 @@ EDIT = tool({"old": STRING, "new": STRING}, name="edit", required=["old", "new"]
 def run(text: str, *tools: Mapping[str, Any], reason: FinishReason = "stop") -> list[Piece]:
     family = FAMILIES["qwen3_coder"]
     tokenizer = Pieced(family, single=True)
-    parser = OutputParser(tokenizer, tools=tools or (WRITE, EDIT))
     ids = tokenizer.tokens(tokenizer.cut(text, range(len(text))))
-    pieces = [piece for token in ids for piece in parser.feed(token)]
-    return [*pieces, *parser.finish(reason)]
+    return parsed(tokenizer, ids, reason, tools=tools or (WRITE, EDIT))[0]
 
 
 def read(family: str, text: str) -> list[Call]:

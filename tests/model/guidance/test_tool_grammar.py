@@ -20,11 +20,11 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlxcache.errors import BadRequest, Unsupported
 from mlxcache.model.guidance.grammar import grammar_text, is_constrained
-from mlxcache.model.output import OutputParser
 from mlxcache.types import Job, OutputFormat, Piece, Prompt, ToolCall, ToolChoice, token_ids
 from tests.model.guided import VOCABULARIES, Writer, bare, detokenizer_of
 from tests.model.schemas import DEFS, FORMATS, PATTERNS
 from tests.model.test_output import FAMILIES as WELL_FORMED
+from tests.model.test_output import run
 
 TOOLSETS = int(os.environ.get("MLXCACHE_SCHEMAS", "0")) // 5
 """Sets of random tools for each family; `MLXCACHE_SCHEMAS=500` makes it 100, else it is 2."""
@@ -107,9 +107,7 @@ def compiled(family: str, tools: Sequence[Tool], *, spelled: bool = False, **opt
 def read(
     family: str, ids: Sequence[int], tools: Sequence[Tool], wrapped: TokenizerWrapper, **how: Any
 ) -> list[Piece]:
-    parser = OutputParser(wrapped, tools=tools, generic_tools=family == "generic", **how)
-    pieces = [piece for token in ids for piece in parser.feed(token)]
-    return pieces + parser.finish("stop")
+    return run(wrapped, ids, tools=tools, generic_tools=family == "generic", **how)[0]
 
 
 WORDS = ("city", "days", "path", "text", "where", "limit")
