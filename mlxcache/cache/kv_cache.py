@@ -28,7 +28,7 @@ from mlxcache.cache.disk import DiskTier
 from mlxcache.cache.kv_io import KVFiles
 from mlxcache.cache.main_conversation import NO_HINTS, CacheHints, MainConversations
 from mlxcache.cache.placement import Placement, finite_prefix, intact, reusable
-from mlxcache.cache.ram import STEP, Evict, RamTier, rounded
+from mlxcache.cache.ram import STEP, Evict, NoWrites, RamTier, rounded
 from mlxcache.cache.restore import MIN_UNKNOWN, DiskLookup
 from mlxcache.cache.shared_ram import MemoryWaits, SharedRam
 from mlxcache.errors import Inconsistent
@@ -149,7 +149,7 @@ class KVCache:
             disk = DiskTier(
                 store, files(layout), tree, pending_limit, wake, remote=remote, label=label
             )
-        write_behind = disk.write_behind if disk is not None else None
+        write_behind = disk.write_behind if disk is not None else NoWrites()
         ram = RamTier(
             layout,
             budget,

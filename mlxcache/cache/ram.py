@@ -97,6 +97,21 @@ def _count_specs(value: Any) -> int:
     return int(isinstance(value, ArraySpec))
 
 
+class NoWrites:
+    """In place of `WriteBehind` without a disk tier: nothing is written, and nothing waits."""
+
+    works = False
+    pending_paths = 0
+
+    def count_locks(self, node: Node) -> int:
+        return 0
+
+    def drop_checkpoint(self, node: Node) -> None: ...
+
+    def wait_for_one(self) -> bool:
+        return False
+
+
 class RamTier:
     """All lineages of a model, idle or in use, with their bytes charged to one budget.
 
@@ -112,7 +127,7 @@ class RamTier:
         budget: Budget,
         tree: PrefixTree,
         shared: SharedRam,
-        write_behind: WriteBehind | None = None,
+        write_behind: WriteBehind | NoWrites,
         *,
         device_buffers: int | None = None,
         copy_bytes: int = 0,
@@ -226,7 +241,7 @@ class RamTier:
             own, short = size - self.budget.own_free, size - self.budget.free
             if self.evict_once(own) if own > 0 else self.shared.evict_least(short):
                 continue
-            if evict == "wait" and self._write_behind and self._write_behind.wait_for_one():
+            if evict == "wait" and self._write_behind.wait_for_one():
                 continue
             if evict not in UNLOADING or own > 0 or not self.shared.unload(size):
                 return False
@@ -241,7 +256,7 @@ class RamTier:
 
     @property
     def writing(self) -> int:
-        return self._write_behind.pending_paths if self._write_behind is not None else 0
+        return self._write_behind.pending_paths
 
     def evict_once(self, needed: int, worth: float = CHECKPOINT_WORTH) -> bool:
         """Evict checkpoints on the path to the leaf node with the lowest worth, or its last tokens.
@@ -281,14 +296,14 @@ class RamTier:
 
     def _drop_checkpoint(self, node: Node) -> int:
         size = node.checkpoint_bytes
-        if node.locks and self._write_behind is not None:
+        if node.locks:
             self._write_behind.drop_checkpoint(node)
         self.budget.release("checkpoints", size)
         self.tree.drop_checkpoint(node)
         return size
 
     def _cut(self, leaf: Node, position: int) -> None:
-        if self._write_behind is not None and self._write_behind.works:
+        if self._write_behind.works:
             self.spilled += 1
         else:
             self.dropped += 1
@@ -430,10 +445,7 @@ class RamTier:
 
     def _locked_once(self, node: Node) -> bool:
         """Return whether at most one request, apart from pending writes, locks `node`."""
-        if node.locks <= 1:
-            return True
-        writing = self._write_behind.count_locks(node) if self._write_behind is not None else 0
-        return node.locks - writing <= 1
+        return node.locks <= 1 or node.locks - self._write_behind.count_locks(node) <= 1
 
     def _superseded(self, node: Node, end: int, most: int) -> list[Node]:
         return Trail.to(node).checkpoints_to_drop(end, most, coming=[node.end])
