@@ -248,34 +248,6 @@ def running(launch: Launch, model: Path, logs: Path, wait_s: float) -> Iterator[
         yield server
 
 
-@contextlib.contextmanager
-def program(
-    command: Sequence[str], log: Path, *, stdin: int = subprocess.DEVNULL
-) -> Iterator[subprocess.Popen[str]]:
-    """Yield a running program, whose process group is killed at the end of the block."""
-    with log.open("wb") as errors:
-        process = subprocess.Popen(
-            command, stdin=stdin, stdout=subprocess.PIPE, stderr=errors, text=True,
-            start_new_session=True,
-        )  # fmt: skip
-    try:
-        yield process
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    pipe.close()
-        process.wait()
-
-
-def run_to_end(command: Sequence[str], log: Path) -> tuple[int, list[str]]:
-    with program(command, log) as process:
-        printed, _ = process.communicate()
-    return process.returncode, printed.strip().splitlines()
-
-
 def tail(log: Path, lines: int = 25) -> str:
     text = log.read_text(encoding="utf-8", errors="replace")
     return "\n".join(text.splitlines()[-lines:])
@@ -319,11 +291,18 @@ class OwnTime:
 @contextlib.contextmanager
 def measuring(model: Path, logs: Path) -> Iterator[OwnTime]:
     """Yield a process with a model loaded by mlx-lm. Raises NotApplicable if it can't be timed."""
-    command = [sys.executable, "-m", "mlxcache.model.own_time", str(model)]
-    with program(command, logs / "own_time.log", stdin=subprocess.PIPE) as process:
+    command, pipe = [sys.executable, "-m", "mlxcache.model.own_time", str(model)], subprocess.PIPE
+    with (logs / "own_time.log").open("wb") as errors:
+        process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=errors, text=True, start_new_session=True
+        )
+    try:
         own = OwnTime(process)
         try:
             own.read()
         except NoOwnTime as why:
             raise NotApplicable(f"mlx-lm alone cannot be timed: {why}") from why
         yield own
+    finally:
+        process.kill()
+        process.communicate()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,7 +43,7 @@ from mlxcache.bench.context import (
 )
 from mlxcache.bench.findings import Findings, NotApplicable
 from mlxcache.bench.machine import describe_machine, device_info, private_strings, scrub
-from mlxcache.bench.process import run_to_end, tail
+from mlxcache.bench.process import tail
 from mlxcache.bench.report import wide_console
 from mlxcache.errors import MlxcacheError, ModelError
 from mlxcache.model.random_model import SIZES, WEIGHTS, Weights, make_random
@@ -88,10 +89,15 @@ def load_in_child(model: str, folder: Path) -> Path:
 
 def _ask_child(name: str, options: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     log = folder / f"within-{name}.log"
-    module = "mlxcache.bench.within"
-    status, printed = run_to_end([sys.executable, "-m", module, name, json.dumps(options)], log)
-    if status or not printed:
-        raise ChildFailed(f"{name} ended with status {status}\n{tail(log, 12)}".rstrip())
+    command = [sys.executable, "-m", "mlxcache.bench.within", name, json.dumps(options)]
+    with log.open("wb") as errors:  # a session of its own: Ctrl-C is for this process alone
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, text=True,
+            start_new_session=True, check=False,
+        )  # fmt: skip
+    printed = done.stdout.strip().splitlines()
+    if done.returncode or not printed:
+        raise ChildFailed(f"{name} ended with status {done.returncode}\n{tail(log, 12)}".rstrip())
     value: dict[str, Any] = json.loads(printed[-1])
     return value
 

@@ -6,14 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxcache.bench.context import (
-    FULL,
-    QUICK,
-    Clock,
-    Context,
-    Subject,
-    read_config,
-)
+from mlxcache.bench.context import FULL, QUICK, Clock, Context, Subject, read_config
 from mlxcache.bench.findings import Findings
 from mlxcache.bench.prove import ChildFailed, in_child, scale_for
 from tests.toys.toy import make_toy

@@ -9,15 +9,7 @@ from pathlib import Path
 import pytest
 
 from mlxcache.bench.context import QUICK
-from mlxcache.bench.equality import (
-    AGAIN,
-    COSTS,
-    NEW,
-    SAME,
-    SPEED,
-    Unequal,
-    speculation,
-)
+from mlxcache.bench.equality import AGAIN, COSTS, NEW, SAME, SPEED, Unequal, speculation
 from mlxcache.bench.findings import Findings, NotApplicable
 from mlxcache.model import kv
 from mlxcache.model.random_model import make_random

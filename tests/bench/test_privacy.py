@@ -10,12 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxcache.bench.machine import (
-    describe_machine,
-    device_info,
-    private_strings,
-    scrub,
-)
+from mlxcache.bench.machine import describe_machine, device_info, private_strings, scrub
 
 
 @pytest.mark.parametrize(

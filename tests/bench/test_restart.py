@@ -11,15 +11,7 @@ import pytest
 
 from mlxcache.bench.client import Client
 from mlxcache.bench.findings import Check
-from mlxcache.bench.measure import (
-    RESTART,
-    Figures,
-    Plan,
-    Results,
-    Samples,
-    measure,
-    restart_checks,
-)
+from mlxcache.bench.measure import RESTART, Figures, Plan, Results, Samples, measure, restart_checks
 from mlxcache.bench.process import OURS, THEIRS, NotStarted, Server
 from mlxcache.bench.report import restarts_json
 from mlxcache.bench.scenarios import Visit

@@ -14,23 +14,9 @@ import psutil
 import pytest
 
 from mlxcache.bench import prove as run
-from mlxcache.bench.context import (
-    QUICK,
-    Clock,
-    Context,
-    Subject,
-    TimeUp,
-    read_config,
-)
+from mlxcache.bench.context import QUICK, Clock, Context, Subject, TimeUp, read_config
 from mlxcache.bench.findings import Findings, NotApplicable
-from mlxcache.bench.prove import (
-    Options,
-    Proof,
-    children,
-    describe_config,
-    end_children,
-    planned,
-)
+from mlxcache.bench.prove import Options, Proof, children, describe_config, end_children, planned
 from tests.toys.toy import make_toy
 
 
