@@ -2,16 +2,130 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from mlxcache.bench import command
+from mlxcache.bench import command, report
 from mlxcache.bench.command import Bench, Options, check_names, conduct, launches
-from mlxcache.bench.scenarios import PARTING, SCENARIOS
-from tests.proofs.suite import DEFAULT, NAMES, Suite
+from mlxcache.bench.context import Scale
+from mlxcache.bench.findings import Findings
+from mlxcache.bench.process import Server, measuring, running
+from mlxcache.bench.replay import Replay
+from mlxcache.bench.scenarios import PARTING, SCENARIOS, Filler
+from mlxcache.bench.within import Scenario, restore_speed, write_behind
+from mlxcache.model.hub import resolve
+from tests.proofs import models, under_load
+from tests.proofs.guided import guided
 from tests.toys.configs import FAMILIES
+
+ModelMaker = Callable[[Path], Path]
+MemoryCheck = Callable[[Server, Filler, float, Findings], None]
+
+MEMORY: dict[str, tuple[MemoryCheck, ModelMaker, tuple[str, ...]]] = {
+    "shared_system": (under_load.shared_system, models.light, ()),
+    "joined": (under_load.joined, models.light, ()),
+    "crowded": (under_load.crowded, models.heavy, ("--ram", under_load.RAM)),
+    "observed": (under_load.observed, models.heavy, ("--ram", under_load.OBSERVED)),
+    "long_prefill": (under_load.long_prefill, models.light, ()),
+}
+"""Each runs against a server of its own: the check, the default model, and the server's flags."""
+
+RESTART: dict[str, ModelMaker] = {
+    "restart": models.for_speed,
+    "restart_window": models.windowed,
+    "restart_recurrent": models.recurrent,
+}
+"""Restarts after kill -9, with the default model of each."""
+
+DISK: dict[str, tuple[Scenario, ModelMaker, int]] = {
+    "restore_speed": (restore_speed, models.heavy, 1_100_000_000),
+    "write_beside": (write_behind, models.heavy, 1_000_000_000),
+    "guided": (guided, models.wordy, 0),
+}
+"""Each runs an engine in this process: the check, the default model, and the bytes to write."""
+
+LONG = ("observed", "long_prefill", "guided")
+"""Checks that take many minutes."""
+
+DEFAULT = [
+    *(name for name in SCENARIOS if name not in PARTING),
+    *(name for name in MEMORY if name not in LONG),
+    "restart",
+    *(name for name in DISK if name not in LONG),
+]
+NAMES = [*DEFAULT, *LONG, *PARTING, *(name for name in RESTART if name not in DEFAULT)]
+"""Measurements that --only takes; DEFAULT where nothing is named."""
+
+
+@dataclass(frozen=True, slots=True)
+class Suite:
+    """The measurements of `NAMES` in one run, on `model`, or on one made for each where None."""
+
+    run: Bench
+    model: str | None
+
+    def play(self, names: Sequence[str], families: Sequence[str]) -> None:
+        """Measure everything in `names`, in the order of `NAMES`.
+
+        With `families`, only the scenarios of `names` are played, on a model of each family. Raises
+        one of `mlxcache.bench.command.FAILURES`.
+        """
+        scenarios = [name for name in SCENARIOS if name in names]
+        for family in families:
+            model = models.of_family(self.run.folder / family, family)
+            self.run.family(model, scenarios, family)
+        if families:
+            return
+        if scenarios:
+            self.run.speed(self._model(models.for_speed), scenarios)
+        for name in (name for name in MEMORY if name in names):
+            self._memory(name)
+        for name in (name for name in RESTART if name in names):
+            self.run.restart(self._model(RESTART[name]), name)
+        for name in (name for name in DISK if name in names):
+            self._disk(name)
+
+    def trace(self, plan: Replay) -> None:
+        """Play a trace to every server."""
+        self.run.trace(self._model(models.for_speed), plan)
+
+    def _model(self, make: ModelMaker) -> Path:
+        if self.model is not None:
+            return resolve(self.model)
+        return make(self.run.folder / make.__name__)
+
+    def _memory(self, name: str) -> None:
+        check, make, extra = MEMORY[name]
+        run, model, found = self.run, self._model(make), Findings(name, "")
+        with ExitStack() as stack, run.console.status(name):
+            own = stack.enter_context(measuring(model, run.folder))
+            kv_bytes = own.ask(256, 1)[1]
+            launch = run.ours(name, *extra)
+            server = stack.enter_context(running(launch, model, run.folder, run.options.wait_s))
+            check(server, Filler(model), kv_bytes, found)
+        self._note("memory", found)
+
+    def _disk(self, name: str) -> None:
+        check, make, nbytes = DISK[name]
+        run, model, found = self.run, self._model(make), Findings(name, "")
+        scale = Scale(runs=run.options.runs, disk_bytes=nbytes)
+        with run.console.status(name):
+            asyncio.run(check(model, run.folder / f"cache-{name}", scale, found))
+        self._note("disk", found)
+
+    def _note(self, kind: str, found: Findings) -> None:
+        report.show_findings(self.run.console, found)
+        self.run.found.setdefault(kind, {})[found.name] = found.as_json()
+        self.run.checks += found.checks
+
+
+# -- the command -----------------------------------------------------------------------------------
 
 Model = Annotated[
     str | None, typer.Option(metavar="PATH|HUB_ID", help="Default: a small one made on the spot.")

@@ -101,18 +101,8 @@ class Rows:
                 self._id += 1
                 stop = start + RUN_TOKENS
                 sizes = (stop, stop, CHECKPOINT_BYTES, CHECKPOINT_BYTES)
-                yield (
-                    self._id,
-                    CHECKPOINT,
-                    digest,
-                    digest,
-                    digest,
-                    *sizes,
-                    used,
-                    run,
-                    previous,
-                    None,
-                )
+                state = (self._id, CHECKPOINT, digest, digest, digest)
+                yield (*state, *sizes, used, run, previous, None)
                 previous = self._id
 
 

@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 from tests.bench.test_command import bench
 from tests.proofs import command
 from tests.proofs.models import light
-from tests.proofs.suite import Suite
 
 PROOFS = (sys.executable, "-m", "tests.proofs")
 
@@ -65,7 +64,7 @@ def test_a_family_goes_with_no_model_and_with_scenarios_alone(
     arguments: list[str], word: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What does not go together is wrong usage, and the error names what would."""
-    monkeypatch.setattr(Suite, "play", lambda *_: pytest.fail("it ran"))
+    monkeypatch.setattr(command.Suite, "play", lambda *_: pytest.fail("it ran"))
     app = typer.Typer()
     app.command()(command.bench)
     result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})

@@ -23,8 +23,7 @@ from tests.soak.run import Soak
 Minutes = Annotated[float, typer.Option(min=0.1, help="Start no round after this time.")]
 Seed = Annotated[int | None, typer.Option(help="Seed of the plan; default: random.")]
 Families = Annotated[
-    list[str] | None,
-    typer.Option("--family", help="A model family; repeatable, used in turn."),
+    list[str] | None, typer.Option("--family", help="A model family; repeatable, used in turn.")
 ]
 Seconds = Annotated[float, typer.Option(min=4.0, help="Duration of a round without its checks.")]
 Agents = Annotated[int, typer.Option(min=1, help="Number of concurrent clients.")]

@@ -12,6 +12,7 @@ import pytest
 from mlxcache.model.random_model import LETTERS
 from tests.proofs import models
 from tests.soak import checks
+from tests.soak.agent import DOING
 from tests.soak.ledger import Ledger, Sample, SessionTracker
 from tests.soak.plan import COUNTED, FAMILIES, FILES, LASTING, STEPS, draw_rounds, draw_steps
 from tests.soak.reference import Reference
@@ -63,7 +64,7 @@ def test_everything_happens_in_an_hour() -> None:
     assert {one.place for one in plan if one.clear} == {"shared"}
     places = {(one.place, one.family) for one in plan if one.place != "wide"}
     assert places == {(place, family) for place in ("shared", "private") for family in FAMILIES}
-    assert {step.kind for step in islice(draw_steps(5, "a"), 2000)} == set(STEPS)
+    assert {step.kind for step in islice(draw_steps(5, "a"), 2000)} == set(STEPS) == set(DOING)
 
 
 def listed(id: str, turns: int, durable: int) -> dict[str, Any]:
