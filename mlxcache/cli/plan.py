@@ -202,17 +202,12 @@ def plan(
 
 
 def _examine(settings: Settings, context: int | None) -> Examined:
-    from mlxcache.model.examine import examine  # noqa: PLC0415 - mlx-lm takes seconds
-    from mlxcache.model.load import ModelSpec  # noqa: PLC0415
+    from mlxcache.engine.opening import spec_of  # noqa: PLC0415 - mlx-lm takes seconds
+    from mlxcache.model.examine import examine  # noqa: PLC0415
 
     assert settings.model is not None
-    spec = ModelSpec(
-        settings.model,
-        adapter=settings.adapter,
-        trust_remote_code=settings.trust_remote_code,
-        images=settings.feeds_images,
-    )
-    found = examine(spec, settings.kv_bits)
+    spec = spec_of(settings, settings.model)
+    found = examine(replace(spec, id=None, context=None, draft=None), settings.kv_bits)
     if context is not None and context > found.info.max_context_length:
         raise ConfigError(
             f"--context {context} is more than the {found.info.max_context_length} tokens that "

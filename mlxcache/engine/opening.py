@@ -52,12 +52,13 @@ def fetch_model(
     def downloading(name: str, done: int, total: int) -> None:
         on_progress(f"downloading {name}", done / total if total else None)
 
-    spec = _spec_of(settings, settings.model)
+    spec = spec_of(settings, settings.model)
     load.fetch(spec, downloading)
     return spec
 
 
-def _spec_of(settings: Settings, model: str) -> load.ModelSpec:
+def spec_of(settings: Settings, model: str) -> load.ModelSpec:
+    """Describe `model` with the options of the first model of `settings`."""
     return load.ModelSpec(
         model,
         adapter=settings.adapter,
@@ -132,7 +133,7 @@ async def describe_unloaded(settings: Settings, thread: MlxThread) -> Served | N
     if entry.model is None:
         spec = await thread.ask(lambda: demo_spec(settings))
     else:
-        spec = _spec_of(settings, entry.model)
+        spec = spec_of(settings, entry.model)
     path = await asyncio.to_thread(here, spec.model)
     draft = await asyncio.to_thread(here, spec.draft) if spec.draft is not None else None
     if path is None or (draft is None and spec.draft is not None):

@@ -18,10 +18,10 @@ from mlxcache.cli.doctor.machine import Host, ram_budget
 from mlxcache.cli.show import format_size_or_dash
 from mlxcache.config import Settings, disk_limit, format_size
 from mlxcache.config.models import ModelEntry, model_id
+from mlxcache.engine.opening import spec_of
 from mlxcache.errors import ModelError
 from mlxcache.model.examine import Examined, Group, Kind, examine
 from mlxcache.model.hub import check, here
-from mlxcache.model.load import ModelSpec
 from mlxcache.model.sampling import describe
 from mlxcache.types import ModelInfo
 
@@ -139,14 +139,7 @@ def _examine_model(
     """Examine one model; a budget that it has `shared` with others includes all weights."""
     entry = settings.entries[0]
     assert entry.model is not None
-    spec = ModelSpec(
-        entry.model,
-        adapter=settings.adapter,
-        trust_remote_code=settings.trust_remote_code,
-        context=settings.context,
-        draft=settings.draft_model,
-        images=settings.feeds_images,
-    )
+    spec = replace(spec_of(settings, entry.model), id=None)
     try:
         if (path := here(entry.model)) is not None:
             check(path, entry.model)

@@ -267,15 +267,10 @@ class Launch:
 
             length = settings.context or CONTEXT
             return Service(self.url, DEMO_ID, length, self.key, small=self._small)
-        from mlxcache.model.examine import examine  # noqa: PLC0415 - as above
-        from mlxcache.model.load import ModelSpec  # noqa: PLC0415
+        from mlxcache.engine.opening import spec_of  # noqa: PLC0415 - as above
+        from mlxcache.model.examine import examine  # noqa: PLC0415
 
-        spec = ModelSpec(
-            settings.model,
-            adapter=settings.adapter,
-            context=settings.context,
-            images=settings.feeds_images,
-        )
+        spec = replace(spec_of(settings, settings.model), id=None, draft=None)
         info = examine(spec, settings.kv_bits).info
         return Service(self.url, info.id, info.context_length, self.key, small=self._small)
 

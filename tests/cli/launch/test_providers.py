@@ -31,6 +31,7 @@ from mlxcache.cli.launch.processes import remove_abandoned_settings, run_client
 SERVICE = Service("http://127.0.0.1:1", "toy", 40_000, "a key")
 RECORDS = """#!/bin/sh
 env > "$RECORD"
+[ "$1" = --config ] && cp "$2" "$RECORD.settings"
 for path in "$QWEN_CODE_SYSTEM_SETTINGS_PATH" "$CLINE_PROVIDER_SETTINGS_PATH"; do
   if [ -f "$path" ]; then
     cp -p "$path" "$RECORD.settings"
@@ -237,22 +238,13 @@ def test_the_client_works_on_the_folder_in_which_it_is_started(tmp_path: Path) -
 
 def test_continue_gets_a_configuration_for_one_run(tmp_path: Path) -> None:
     """The key is in a variable, not in the file; a configuration of the user's is not replaced."""
-    program, record = tmp_path / "cn", tmp_path / "record"
-    program.write_text(
-        '#!/bin/sh\nenv > "$RECORD"; [ "$1" = --config ] && cp "$2" "$RECORD.json"\n'
-    )
-    program.chmod(0o755)
-    invocation = Invocation(
-        program, (), {"PATH": "/bin", "RECORD": str(record)}, tmp_path, tmp_path
-    )
-    setup = configure_continue(SERVICE, invocation)
-    assert run_client(invocation, setup, SERVICE) == 0
-    text = Path(f"{record}.json").read_text()
+    ran = Ran(ClientName.CONTINUE, tmp_path)
+    text = ran.settings.read_text()
     (model,) = json.loads(text)["models"]
     assert (model["provider"], model["model"]) == ("openai", "current-model")
     assert model["apiBase"] == "http://127.0.0.1:1/v1"
     assert model["apiKey"] == "${{ secrets.MLXCACHE_API_KEY }}"
-    assert "MLXCACHE_API_KEY=a key" in record.read_text().splitlines()
+    assert ran.variables["MLXCACHE_API_KEY"] == "a key"
     assert model["contextLength"] == model["defaultCompletionOptions"]["contextLength"] == 40_000
     assert model["defaultCompletionOptions"]["maxTokens"] == 10_000
     assert SERVICE.credential not in text
