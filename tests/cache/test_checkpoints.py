@@ -20,8 +20,7 @@ from mlxcache.scheduling.cost import STOPS, Cost
 from mlxcache.tree.budget import Budget
 from mlxcache.tree.thinning import BUDGET_SHARE, FEWEST, NEWEST
 from mlxcache.types import token_ids
-from tests.scheduled import Bench, admitted
-from tests.scheduling.test_faults import prompt
+from tests.scheduled import Bench, admitted, prompt
 from tests.toys.toy import make_toy
 
 TOYS = ("qwen3_5", "mamba2", "llama4", "deepseek_v41")

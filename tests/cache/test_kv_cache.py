@@ -12,8 +12,7 @@ import pytest
 from mlxcache.errors import GenerationFailed
 from mlxcache.model.lineage import Lineage
 from tests.memory import rounding_bytes
-from tests.scheduled import Bench, admitted
-from tests.scheduling.test_faults import prompt
+from tests.scheduled import Bench, admitted, prompt
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ from mlxcache.cache.disk import DiskTier
 from mlxcache.model.lineage import finite_upto, is_finite
 from mlxcache.scheduling.task import Task
 from mlxcache.types import token_ids
-from tests.scheduled import Bench, admitted, finished
+from tests.scheduled import Bench, admitted, finished, prompt
 from tests.scheduling.faults import FaultyModel, faulty
-from tests.scheduling.test_faults import at_rest, error, prompt
+from tests.scheduling.test_faults import at_rest, error
 
 ROOM = 1 << 20
 

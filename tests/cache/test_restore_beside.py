@@ -8,8 +8,7 @@ from pathlib import Path
 from mlxcache.cache.kv_cache import KVCache
 from mlxcache.scheduling.task import Task
 from tests.scheduled import Bench
-from tests.scheduling.test_long_prefill import Timed, answered, ids
-from tests.scheduling.test_prefill import Clock
+from tests.scheduling.test_prefill import Clock, Timed, answered, ids
 
 TICKS = 20
 

@@ -10,8 +10,7 @@ import pytest
 from mlxcache.cache.kv_cache import KVCache
 from mlxcache.tree.budget import Budget
 from tests.residency.test_two_models import Models
-from tests.scheduled import Bench
-from tests.scheduling.test_faults import prompt
+from tests.scheduled import Bench, prompt
 
 
 @pytest.fixture

@@ -19,9 +19,9 @@ from mlxcache.residency.residency import Rounds
 from mlxcache.store.store import Store
 from mlxcache.tree.budget import Budget
 from mlxcache.types import token_ids
-from tests.scheduled import Bench
+from tests.scheduled import Bench, prompt
 from tests.scheduling.history import STRAY, History
-from tests.scheduling.test_faults import error, prompt
+from tests.scheduling.test_faults import error
 
 
 class Models:

@@ -15,14 +15,10 @@ from mlxcache.errors import GenerationFailed
 from mlxcache.scheduling.task import Task
 from mlxcache.types import Sampling, token_ids
 from tests.memory import rounding_bytes
-from tests.scheduled import Bench, admitted, finished
+from tests.scheduled import Bench, admitted, finished, prompt
 from tests.scheduling.faults import FaultyParser, faulty, raise_at, uncomputable
 
 SEEDED = Sampling(temperature=0.9, seed=5, frequency_penalty=0.4)
-
-
-def prompt(rng: np.random.Generator, n: int) -> list[int]:
-    return [int(t) for t in rng.integers(10, 400, n)]
 
 
 def error(task: Task) -> BaseException | None:
@@ -117,23 +113,22 @@ def test_a_lone_reply_that_raises_keeps_its_prompt(bench: Bench, rng: np.random.
     at_rest(bench)
 
 
-@pytest.mark.parametrize("moment", [3, pytest.param(40, marks=pytest.mark.slow), 75])
+@pytest.mark.parametrize(
+    ("moment", "how"),
+    [(3, "when"), pytest.param(40, "when", marks=pytest.mark.slow), (75, "when"), (40, "late")],
+)
 def test_rows_go_on_alone_where_their_batch_raises(
-    bench: Bench, rng: np.random.Generator, moment: int
+    bench: Bench, rng: np.random.Generator, moment: int, how: str
 ) -> None:
-    """Before the first sync into the rows' lineages, and after: all replies are as they were."""
+    """Before the first sync into the rows' lineages, and after; as it is built, or evaluated."""
     model = faulty(bench)
     prompts = [prompt(rng, n) for n in (100, 105, 110)]
     samplings = [Sampling(), SEEDED, Sampling(repetition_penalty=1.3)]
-    alone = [
-        bench.twin().ask(ids, tokens=90, sampling=how).out
-        for ids, how in zip(prompts, samplings, strict=True)
-    ]
+    asked = list(zip(prompts, samplings, strict=True))
+    alone = [bench.twin().ask(ids, tokens=90, sampling=drawn).out for ids, drawn in asked]
     passes = iter(range(1, 1 << 30))
-    model.when = lambda tokens: tokens.shape[0] == 3 and next(passes) == moment
-    tasks = [
-        bench.put(ids, tokens=90, sampling=how) for ids, how in zip(prompts, samplings, strict=True)
-    ]
+    setattr(model, how, lambda tokens: tokens.shape[0] == 3 and next(passes) == moment)
+    tasks = [bench.put(ids, tokens=90, sampling=drawn) for ids, drawn in asked]
     bench.run()
     assert next(passes) > moment
     for task, expected in zip(tasks, alone, strict=True):
@@ -141,24 +136,6 @@ def test_rows_go_on_alone_where_their_batch_raises(
         assert task.out == expected
     longer = prompts[0] + tasks[0].out + prompt(rng, 5)
     assert bench.ask(longer).out == bench.cold(longer)
-    at_rest(bench)
-
-
-def test_rows_go_on_alone_where_their_batch_cannot_be_evaluated(
-    bench: Bench, rng: np.random.Generator
-) -> None:
-    """What was drawn before and not sent yet is still good, and so are the rows' own KV."""
-    model = faulty(bench)
-    prompts = [prompt(rng, n) for n in (100, 105, 110)]
-    alone = [bench.twin().ask(ids, tokens=60, sampling=SEEDED).out for ids in prompts]
-    passes = iter(range(1, 1 << 30))
-    model.late = lambda tokens: tokens.shape[0] == 3 and next(passes) == 40
-    tasks = [bench.put(ids, tokens=60, sampling=SEEDED) for ids in prompts]
-    bench.run()
-    assert next(passes) > 40
-    for task, expected in zip(tasks, alone, strict=True):
-        assert finished(task).reason == "length"
-        assert task.out == expected
     at_rest(bench)
 
 

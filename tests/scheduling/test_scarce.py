@@ -15,9 +15,9 @@ import pytest
 from mlxcache.scheduling.scheduler import is_out_of_memory
 from mlxcache.scheduling.task import Task
 from mlxcache.types import Text, token_ids
-from tests.scheduled import Bench, admitted, finished
+from tests.scheduled import Bench, admitted, finished, prompt
 from tests.scheduling.faults import FaultyModel, faulty
-from tests.scheduling.test_faults import SEEDED, at_rest, error, prompt
+from tests.scheduling.test_faults import SEEDED, at_rest, error
 
 NO_MEMORY = RuntimeError("[malloc] Unable to allocate 17179869184 bytes.")
 

@@ -10,60 +10,45 @@ from mlxcache.scheduling.cost import LEAST, NEAR, PrefillSpeed, figures_of, rang
 from mlxcache.types import RequestRecord
 
 
-def test_nothing_is_known_before_anything_was_measured():
-    """But that reusing nothing saves nothing."""
+def measured(*chunks: tuple[int, float, int]) -> PrefillSpeed:
     speed = PrefillSpeed()
-    assert speed.seconds(500) is None
-    assert speed.seconds(0) == 0.0
-    assert speed.known_tokens(500) == 0
+    for chunk in chunks:
+        speed.observe(*chunk)
+    return speed
 
 
-def test_a_short_chunk_does_not_tell():
-    """What a pass takes however short it is would be taken for the price of a token."""
-    speed = PrefillSpeed()
-    speed.observe(LEAST - 1, 1.0, 0)
-    speed.observe(LEAST, 0.0, 0)
-    assert speed.seconds(500) is None
+@pytest.mark.parametrize(
+    ("chunks", "tokens", "seconds"),
+    [
+        ([], 500, None),
+        ([], 0, 0.0),  # reusing nothing saves nothing
+        ([(LEAST - 1, 1.0, 0), (LEAST, 0.0, 0)], 500, None),  # mostly a pass's fixed cost
+        ([(1000, 1.0, 0), (1000, 4.0, 1024)], 500, 0.5),
+        ([(1000, 1.0, 0), (1000, 4.0, 1024)], 2024, 1.024 + 4.0),
+        ([(1000, 1.0, 0), (1000, 2.0, 0), (500, 0.5, 0)], 1000, 1.4),
+        ([(1000, 1.0, 0)], 4096, 4.096),  # unmeasured: as what stands before it
+        ([(1000, 3.0, 5000)], 4096, None),
+        ([(1000, 3.0, 5000)], 5096, 3.0),
+        ([(4000, 8.0, 96)], 4096, 8.192),
+    ],
+)
+def test_tokens_have_the_measured_speed_of_their_range(chunks, tokens, seconds):
+    """All its seconds by all its tokens."""
+    assert measured(*chunks).seconds(tokens) == (
+        seconds if seconds is None else pytest.approx(seconds)
+    )
 
 
-def test_tokens_further_on_have_a_speed_of_their_own():
-    """By the range in which they are: all its seconds by all its tokens."""
-    speed = PrefillSpeed()
-    speed.observe(1000, 1.0, 0)
-    speed.observe(1000, 4.0, 1024)
-    assert speed.seconds(500) == pytest.approx(0.5)
-    assert speed.seconds(2024) == pytest.approx(1.024 + 4.0)
-    speed.observe(1000, 2.0, 0)
-    assert speed.seconds(1000) == pytest.approx(1.5)
-    speed.observe(500, 0.5, 0)
-    assert speed.seconds(1000) == pytest.approx(1.4)
-
-
-def test_what_was_not_measured_counts_as_what_stands_before_it():
-    """Which takes less time; and as nothing, and unknown, where nothing before it was measured."""
-    speed = PrefillSpeed()
-    speed.observe(1000, 1.0, 0)
-    assert speed.seconds(4096) == pytest.approx(4.096)
-    late = PrefillSpeed()
-    late.observe(1000, 3.0, 5000)
-    assert late.seconds(4096) is None
-    assert late.seconds(5096) == pytest.approx(3.0)
-    assert late.known_tokens(5096) == 1000
-
-
-def test_a_chunk_over_several_ranges_counts_in_each():
-    """By its tokens there."""
-    speed = PrefillSpeed()
-    speed.observe(4000, 8.0, 96)
+def test_what_is_known_is_kept_by_range():
+    """And handed out for the index once, without what earlier servers measured."""
+    speed = measured((4000, 8.0, 96))
     assert speed.take_unsaved() == {0: (928, 1.856), 1: (1024, 2.048), 2: (2048, 4.096)}
     assert speed.take_unsaved() == {}
-    assert speed.seconds(4096) == pytest.approx(8.192)
-
-
-def test_what_earlier_servers_measured_counts_alike():
-    """And is not handed out again for the index."""
-    speed = PrefillSpeed()
-    speed.observe(1000, 1.0, 0)
+    assert (measured().known_tokens(500), measured((1000, 3.0, 5000)).known_tokens(5096)) == (
+        0,
+        1000,
+    )
+    speed = measured((1000, 1.0, 0))
     speed.resume({0: (1000, 3.0), 1: (1000, 5.0)})
     assert speed.seconds(1024 + 10) == pytest.approx(2.048 + 0.05)
     assert speed.take_unsaved() == {0: (1000, 1.0)}

@@ -107,9 +107,10 @@ def guessing(bench: Bench, tasks: Sequence[Task], *, wrong: float = 0.5) -> Benc
 def check_kv(bench: Bench, task: Task, ids: list[int]) -> None:
     """What the tree holds of `ids` is what all models compute for them at once.
 
-    Sparse attention takes other positions where two scores are the same up to rounding: a position
-    in a hundred may differ then.
+    Sparse attention takes other positions where two scores are the same up to rounding: in the
+    first layer behind that a position in a hundred may differ, and then any later one.
     """
+    parted = len(ids)
     sparse = getattr(bench.model, "model_type", "") in SPARSE
     match = bench.kv.tree.match(token_ids(ids))
     assert match.length == len(ids)
@@ -123,11 +124,10 @@ def check_kv(bench: Bench, task: Task, ids: list[int]) -> None:
                 held = owner.view(i, j, start, end)
                 expected = array[..., start:end, :]
                 off = mx.any(mx.abs(held - expected) > rounding(expected), axis=(0, 1, 3))
-                assert np.count_nonzero(np.asarray(off)) <= sparse * (end - start) / 100, (
-                    i,
-                    j,
-                    off,
-                )
+                found = start + np.flatnonzero(np.asarray(off))
+                if sparse and parted == len(ids) and 0 < len(found) <= (end - start) / 100:
+                    parted = found[0]
+                assert (found >= parted).all(), (i, j, found)
 
 
 def check_kept(bench: Bench, task: Task) -> None:
