@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import TypeVar
 
+import anthropic
 import httpx
 import httpx2
 import openai
@@ -54,6 +55,18 @@ async def openai_sdk(app: Starlette) -> AsyncIterator[openai.AsyncOpenAI]:
     transport = httpx2.ASGITransport(app)
     async with openai.AsyncOpenAI(
         base_url="http://test/v1",
+        api_key="any",
+        http_client=httpx2.AsyncClient(transport=transport),
+        max_retries=0,
+    ) as client:
+        yield client
+
+
+@pytest.fixture
+async def sdk(app: Starlette) -> AsyncIterator[anthropic.AsyncAnthropic]:
+    transport = httpx2.ASGITransport(app)
+    async with anthropic.AsyncAnthropic(
+        base_url="http://test",
         api_key="any",
         http_client=httpx2.AsyncClient(transport=transport),
         max_retries=0,

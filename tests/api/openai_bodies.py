@@ -32,12 +32,3 @@ def events(text: str) -> list[Any]:
         for line in text.splitlines()
         if line.startswith("data: ") and (data := line.removeprefix("data: "))
     ]
-
-
-async def refused(client: httpx.AsyncClient, **body: Any) -> dict[str, Any]:
-    response = await chat(client, **body)
-    assert response.status_code == 400, response.text
-    error: dict[str, Any] = response.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    assert error["type"] == "invalid_request_error"
-    return error

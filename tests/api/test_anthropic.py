@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
 import anthropic
 import httpx
-import httpx2
 import pytest
 
 from mlxcache.types import (
@@ -29,15 +27,6 @@ from tests.wire.anthropic_bodies import MARK, assistant, result, text, tool, use
 WEATHER: Any = tool("weather")
 CALL = ToolCall(0, "call_1", "weather", '{"city": "Oslo"}')
 OMITTED: Any = {"type": "adaptive", "display": "omitted"}
-
-
-@pytest.fixture
-async def sdk(app: Any) -> AsyncIterator[anthropic.AsyncAnthropic]:
-    http_client = httpx2.AsyncClient(transport=httpx2.ASGITransport(app))
-    async with anthropic.AsyncAnthropic(
-        base_url="http://test", api_key="any", http_client=http_client, max_retries=0
-    ) as client:
-        yield client
 
 
 class TestReplies:
@@ -313,21 +302,6 @@ class TestJobs:
         assert response.status_code == 400
         assert field in response.json()["error"]["message"]
         assert engine.jobs == []
-
-    @pytest.mark.parametrize(
-        ("thinking", "budget"),
-        [
-            ({"type": "enabled", "budget_tokens": 2048}, 2048),
-            ({"type": "adaptive"}, None),
-            ({"type": "disabled"}, None),
-        ],
-        ids=str,
-    )
-    async def test_a_thinking_budget_reaches_the_engine(
-        self, client: httpx.AsyncClient, engine: FakeEngine, thinking: Any, budget: int | None
-    ) -> None:
-        await post(client, thinking=thinking)
-        assert engine.jobs[0].thinking_budget == budget
 
     async def test_what_is_not_said_is_as_anthropic_documents_it(
         self, client: httpx.AsyncClient, engine: FakeEngine

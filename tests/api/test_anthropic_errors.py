@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 import anthropic
 import httpx
-import httpx2
 import pytest
 
 from mlxcache.api.http import ApiSettings
 from mlxcache.errors import ContextLengthExceeded, GenerationFailed, QueueFull
 from mlxcache.types import Text, Thinking
-from tests.api.conftest import FakeEngine, eventually, reply
+from tests.api.conftest import FakeEngine, reply
 from tests.api.messages import HELLO, events, post
 
 OMITTED: Any = {"type": "adaptive", "display": "omitted"}
-
-
-@pytest.fixture
-async def sdk(app: Any) -> AsyncIterator[anthropic.AsyncAnthropic]:
-    http_client = httpx2.AsyncClient(transport=httpx2.ASGITransport(app))
-    async with anthropic.AsyncAnthropic(
-        base_url="http://test", api_key="any", http_client=http_client, max_retries=0
-    ) as client:
-        yield client
 
 
 class TestErrors:
@@ -50,15 +39,6 @@ class TestErrors:
             await sdk.messages.create(**asked)
         assert busy.value.status_code == 503
         assert busy.value.response.headers["retry-after"] == "3"
-
-    async def test_a_model_that_still_loads_says_so(
-        self, client: httpx.AsyncClient, engine: FakeEngine
-    ) -> None:
-        engine.state, engine.info = "loading", None
-        assert (await post(client)).status_code == 503
-        path = "/v1/messages/count_tokens"
-        counted = await client.post(path, json={"model": "m", "messages": HELLO})
-        assert counted.status_code == 503
 
     async def test_a_failure_in_a_whole_reply_is_a_500(
         self, client: httpx.AsyncClient, engine: FakeEngine
@@ -114,23 +94,3 @@ class TestWaiting:
         assert (
             "ping" in names[names.index("content_block_start") : names.index("content_block_delta")]
         )
-
-    def test_a_client_that_gives_up_on_a_whole_reply_cancels_it(
-        self, live: str, engine: FakeEngine
-    ) -> None:
-        engine.script = [Text("a"), 30.0, *reply("b")]
-        body = {"model": "m", "max_tokens": 9, "messages": HELLO}
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{live}/v1/messages", json=body, timeout=0.5)
-        eventually(lambda: engine.streams and engine.streams[0].closed.is_set())
-        assert engine.streams[0].cancelled
-
-    def test_a_client_that_leaves_a_stream_cancels_it(self, live: str, engine: FakeEngine) -> None:
-        engine.script = [Text("a"), 30.0, *reply("b")]
-        body = {"model": "m", "max_tokens": 9, "messages": HELLO, "stream": True}
-        with httpx.stream("POST", f"{live}/v1/messages", json=body) as response:
-            lines = response.iter_lines()
-            assert next(lines) == "event: message_start"
-            assert not engine.streams[0].closed.is_set()
-        eventually(engine.streams[0].closed.is_set)
-        assert engine.streams[0].cancelled

@@ -149,27 +149,6 @@ async def test_a_bug_is_a_500_that_tells_no_details_and_is_logged_with_its_trace
     assert anthropic_shaped(response)["type"] == "api_error"
 
 
-async def test_what_the_disk_does_is_logged_in_a_line(
-    client: httpx.AsyncClient, engine: FakeEngine, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Its message names the file and the cause, so no traceback is logged."""
-    engine.render_error = errors.StoreError("the folder has vanished")
-    response = await client.post("/v1/chat/completions", json=CHAT)
-    assert response.status_code == 500
-    assert "the folder has vanished" in caplog.text
-    assert "Traceback" not in caplog.text
-
-
-async def test_a_failure_of_the_model_is_logged_and_told(
-    client: httpx.AsyncClient, engine: FakeEngine, caplog: pytest.LogCaptureFixture
-) -> None:
-    engine.render_error = errors.GenerationFailed("The template raised: no tools.")
-    response = await client.post("/v1/chat/completions", json=CHAT)
-    assert response.status_code == 500
-    assert openai_shaped(response)["message"] == "The template raised: no tools."
-    assert "The template raised" in caplog.text
-
-
 @pytest.mark.parametrize(
     ("state", "status", "words"),
     [("loading", 503, "loading"), ("stopped", 503, "stopping"), ("failed", 500, "log")],
@@ -182,6 +161,7 @@ async def test_before_and_after_serving_every_endpoint_says_so(
         ("/v1/chat/completions", CHAT),
         ("/v1/completions", {"prompt": "a"}),
         ("/v1/messages", MESSAGE),
+        ("/v1/messages/count_tokens", MESSAGE),
     ]:
         response = await client.post(path, json=body)
         assert response.status_code == status

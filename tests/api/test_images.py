@@ -1,4 +1,4 @@
-"""Image parts reach a model that takes images; a text model refuses them by their field."""
+"""Image parts reach a model that takes images."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import httpx
 
 from tests.api.conftest import INFO, FakeEngine
 from tests.api.messages import post
-from tests.api.openai_bodies import refused
 from tests.wire.anthropic_bodies import text, user
 from tests.wire.test_images import BLOCK, PART, SHOWN
 
@@ -26,13 +25,3 @@ class TestServed:
         response = await client.post("/v1/messages/count_tokens", json=count)
         assert response.status_code == 200
         assert [c.messages[0]["content"] for c in engine.chats] == [["a", SHOWN]] * 3
-
-    async def test_a_text_model_refuses_them(
-        self, client: httpx.AsyncClient, engine: FakeEngine
-    ) -> None:
-        error = await refused(client, messages=[{"role": "user", "content": [text("a"), PART]}])
-        assert (error["code"], error["param"]) == ("unsupported", "messages[0].content[1].type")
-        response = await post(client, messages=[user("a", BLOCK)])
-        assert response.status_code == 400
-        assert "messages[0].content[1]" in response.json()["error"]["message"]
-        assert engine.chats == []

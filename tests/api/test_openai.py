@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from mlxcache.api.http import ApiSettings
-from mlxcache.errors import ContextLengthExceeded, GenerationFailed, QueueFull
+from mlxcache.errors import ContextLengthExceeded, GenerationFailed
 from tests.api.conftest import FakeEngine, reply
 from tests.api.openai_bodies import USER, chat, events
 
@@ -24,14 +24,6 @@ class TestFailures:
                 await openai_sdk.chat.completions.create(model="m", messages=USER, stream=stream)
             assert caught.value.code == "context_length_exceeded"
             assert caught.value.param == "messages"
-
-    async def test_a_full_queue_says_when_to_come_again(
-        self, client: httpx.AsyncClient, engine: FakeEngine
-    ) -> None:
-        engine.submit_error = QueueFull("Too many wait.", retry_after=2.5)
-        response = await chat(client, stream=True)
-        assert response.status_code == 503
-        assert response.headers["retry-after"] == "3"
 
     async def test_a_reply_that_fails_whole_is_a_500_of_the_right_shape(
         self, client: httpx.AsyncClient, engine: FakeEngine

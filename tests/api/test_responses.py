@@ -240,11 +240,6 @@ class TestFailures:
                 await openai_sdk.responses.create(model="m", input="x", stream=streamed)
             assert caught.value.code == "context_length_exceeded"
 
-    async def test_background_is_refused_by_name(self, openai_sdk: openai.AsyncOpenAI) -> None:
-        with pytest.raises(openai.BadRequestError, match="background") as caught:
-            await openai_sdk.responses.create(model="m", input="x", background=True)
-        assert caught.value.param == "background"
-
     @pytest.mark.parametrize(
         ("end", "code"),
         [

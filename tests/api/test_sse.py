@@ -14,9 +14,8 @@ from sse_starlette.event import ServerSentEvent
 from mlxcache.api.http import ApiSettings
 from mlxcache.api.openai import ReplyProgress
 from mlxcache.api.sse import EventStream, make_comment, make_event, make_raw_event
-from mlxcache.errors import GenerationFailed
 from mlxcache.types import Admitted, Event, Job, Progress, Prompt, Text, Thinking, token_ids
-from tests.api.conftest import FakeEngine, FakeStream, eventually, reply, soon
+from tests.api.conftest import FakeEngine, FakeStream, reply, soon
 
 SETTINGS = ApiSettings()
 JOB = Job("req_1", Prompt(token_ids(range(3))))
@@ -123,19 +122,6 @@ async def test_a_stream_is_closed_when_its_task_is_cancelled(engine: FakeEngine)
     assert stream.cancelled
 
 
-async def test_an_error_after_the_beginning_is_the_last_event(
-    client: httpx.AsyncClient, engine: FakeEngine, caplog: pytest.LogCaptureFixture
-) -> None:
-    engine.script = [*reply("Hi")[:2], GenerationFailed("no")]
-    body = {"messages": [{"role": "user", "content": "Hi"}], "stream": True}
-    answer = await client.post("/v1/chat/completions", json=body)
-    last = json.loads(answer.text.splitlines()[-2].removeprefix("data: "))
-    assert last["error"]["message"] == "no"
-    (stream,) = engine.streams
-    assert f"{stream.record.id}: stream failed: no" in caplog.messages
-    assert stream.closed.is_set()
-
-
 async def test_when_the_server_stops_the_engines_stream_is_ended(engine: FakeEngine) -> None:
     engine.script = [*reply("Hi")[:2], 60.0, *reply("there")]
     stream, wire = await opened(engine), Wire()
@@ -165,17 +151,6 @@ async def test_a_stream_begins_with_the_cached_tokens_or_after_a_while(
         start = json.loads(lines[1].removeprefix("data: "))
         found.append(start["message"]["usage"]["cache_read_input_tokens"])
     assert found == [2, 0]
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_the_queue_cancels_its_stream(
-    live: str, engine: FakeEngine, stream: bool
-) -> None:
-    engine.queue_s = 60.0
-    body = {"messages": [{"role": "user", "content": "Hi"}], "stream": stream}
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{live}/v1/chat/completions", json=body, timeout=0.3)
-    eventually(lambda: engine.streams[0].cancelled)
 
 
 def test_a_pulse_tells_how_far_the_reply_is() -> None:

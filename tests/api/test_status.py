@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import anthropic
 import httpx
-import httpx2
 import openai
 import pytest
 from anthropic.types import ModelInfo
@@ -139,18 +137,11 @@ async def test_any_name_is_the_one_that_is_served(client: httpx.AsyncClient, nam
     assert (body["id"], body["loaded_context_length"]) == (name, 8192)
 
 
-async def test_both_sdks_read_the_list(app: Any) -> None:
-    transport = httpx2.ASGITransport(app)
-    http_client = httpx2.AsyncClient(transport=transport)
-    async with openai.AsyncOpenAI(
-        base_url="http://test/v1", api_key="x", http_client=http_client
-    ) as client:
-        assert [m.id async for m in client.models.list()] == [INFO.id]
-    http_client = httpx2.AsyncClient(transport=transport)
-    async with anthropic.AsyncAnthropic(
-        base_url="http://test", api_key="x", http_client=http_client
-    ) as client:
-        assert [m.id async for m in client.models.list()] == [INFO.id]
+async def test_both_sdks_read_the_list(
+    openai_sdk: openai.AsyncOpenAI, sdk: anthropic.AsyncAnthropic
+) -> None:
+    assert [m.id async for m in openai_sdk.models.list()] == [INFO.id]
+    assert [m.id async for m in sdk.models.list()] == [INFO.id]
 
 
 @pytest.mark.parametrize("header", ["anthropic-version", "anthropic-beta"])
@@ -173,17 +164,13 @@ async def test_anthropics_clients_get_the_list_in_their_form(
     assert named == {"effort", "image_input", "structured_outputs", "thinking"}
 
 
-async def test_anthropics_sdk_finds_every_field_of_a_model(app: Any) -> None:
-    http_client = httpx2.AsyncClient(transport=httpx2.ASGITransport(app))
-    async with anthropic.AsyncAnthropic(
-        base_url="http://test", api_key="x", http_client=http_client
-    ) as client:
-        found = await client.models.retrieve("claude-any")
-        assert found.id == "claude-any"
-        TypeAdapter(ModelInfo).validate_python(found.model_dump(), strict=True)
-        (beta,) = [m async for m in client.beta.models.list()]
-        assert beta.capabilities is not None
-        assert not beta.capabilities.context_management.supported
+async def test_anthropics_sdk_finds_every_field_of_a_model(sdk: anthropic.AsyncAnthropic) -> None:
+    found = await sdk.models.retrieve("claude-any")
+    assert found.id == "claude-any"
+    TypeAdapter(ModelInfo).validate_python(found.model_dump(), strict=True)
+    (beta,) = [m async for m in sdk.beta.models.list()]
+    assert beta.capabilities is not None
+    assert not beta.capabilities.context_management.supported
 
 
 @pytest.mark.parametrize(

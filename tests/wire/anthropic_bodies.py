@@ -13,6 +13,8 @@ from mlxcache.wire.anthropic_request import to_chat
 MARK = {"cache_control": {"type": "ephemeral"}}
 SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}
 
+FORMAT = {"type": "json_schema", "schema": {"type": "object"}}
+
 
 def text(words: str, **more: Any) -> dict[str, Any]:
     return {"type": "text", "text": words, **more}

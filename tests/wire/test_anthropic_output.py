@@ -15,9 +15,18 @@ from mlxcache.wire.anthropic_request import (
     read_thinking_budget,
     read_tool_choice,
 )
-from tests.wire.anthropic_bodies import assistant, convert, read, rendered, result, tool, use, user
+from tests.wire.anthropic_bodies import (
+    FORMAT,
+    assistant,
+    convert,
+    read,
+    rendered,
+    result,
+    tool,
+    use,
+    user,
+)
 
-FORMAT = {"type": "json_schema", "schema": {"type": "object"}}
 EXPECTED = OutputFormat("json_schema", '{"type":"object"}')
 
 
