@@ -112,6 +112,11 @@ class Api:
         """Return the record of a request."""
         return dict(self.http.get(f"/v1/requests/{id}").json())
 
+    def finished(self, id: str) -> dict[str, Any]:
+        """Return the record of a request once it is over."""
+        until(lambda: self.record(id)["status"] == "done", 10, lambda: str(self.record(id)))
+        return self.record(id)
+
     def record_of(self, session: str) -> dict[str, Any]:
         """Return the newest record of a session."""
         for record in self.http.get("/v1/requests?limit=1000").json()["data"]:

@@ -10,7 +10,6 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,8 @@ from mlxcache.config import load_settings
 from mlxcache.explain.compare import LEAST_LOSS
 from tests.conftest import ToyMaker
 from tests.scripted import scripted
-from tests.server.api import Api, until
-from tests.server.recording import read_recording
+from tests.server import recording
+from tests.server.api import Api
 
 TITLES = {
     "claude-cli/2.1.330": "Say hello to the red project",
@@ -43,24 +42,14 @@ CHANGING = {"QwenCode/0.24.4", "OpenAI/Python 2.20.0"}
 """They take text out of the message before: a reminder of the date, rules for edits."""
 
 
-RECORDED = read_recording("six_clients.json")
+RECORDED = recording.read_recording("six_clients.json")
 
 
-@dataclass
-class Run:
-    """The recording, played once. `ids`: of its requests, in order."""
-
-    api: Api
-    model: Path
-    ids: list[str]
+class Run(recording.Run):
+    """The recording, played once."""
 
     def get(self, path: str) -> Any:
         return self.api.http.get(path).json()
-
-    @cached_property
-    def requests(self) -> list[dict[str, Any]]:
-        """As `GET /v1/requests/{id}` has them."""
-        return [self.get(f"/v1/requests/{id}") for id in self.ids]
 
     @cached_property
     def sessions(self) -> dict[str, dict[str, Any]]:
@@ -93,21 +82,17 @@ class Run:
 
 
 @pytest.fixture(scope="module")
-def run(toy: ToyMaker, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+def model(toy: ToyMaker) -> Path:
+    return toy("llama", layers=2)
+
+
+@pytest.fixture(scope="module")
+def run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     home = tmp_path_factory.mktemp("six")
-    model = toy("llama", layers=2)
-    flags = ("--model", str(model), "--ram", "300MB", "--disk", "off", "--no-anticipate")
-    with scripted(RECORDED["script"], *flags, home=home) as server:
-        api = Api(server)
-        ids = []
-        for one in RECORDED["requests"]:
-            response = api.post(one["path"], one["body"], **one["headers"])
-            assert response.status_code == 200, response.text
-            ids.append(response.headers["x-mlxcache-request"])
-        done = Run(api, model, ids)
-        count = lambda: done.get("/v1/cache")["requests"]["total"]  # noqa: E731
-        until(lambda: count() == len(ids), 10, lambda: f"{count()} requests")
-        yield done
+    flags = ("--ram", "300MB", "--disk", "off", "--no-anticipate")
+    with scripted(RECORDED["script"], "--model", str(model), *flags, home=home) as server:
+        asked = ((one["path"], one["body"], one["headers"]) for one in RECORDED["requests"])
+        yield Run(**vars(recording.play(Api(server), asked)))
 
 
 def test_every_session_is_named_by_its_own_first_words(run: Run) -> None:
@@ -121,14 +106,12 @@ def test_every_session_is_named_by_its_own_first_words(run: Run) -> None:
 
 
 def test_a_turn_feeds_what_is_new_in_it(run: Run) -> None:
-    """At most 64 tokens more, if the client's prompt only grows."""
+    """If the client's prompt only grows."""
     grown = 0
     for request, one in zip(run.requests, RECORDED["requests"], strict=True):
         if "like" not in one or request["client"] in CHANGING:
             continue
-        before = run.requests[one["like"]]
-        new = request["prompt_tokens"] - before["prompt_tokens"] - before["generated_tokens"]
-        assert request["fed_tokens"] <= new + 64, request
+        recording.check_turn(run.requests[one["like"]], request)
         grown += 1
     assert grown == 12
 
@@ -167,7 +150,7 @@ def test_top_prints_the_requests_and_sessions_of_the_api(run: Run) -> None:
     for line, one in zip(lines[at + 2 :], listed, strict=False):
         assert line.startswith(run.named(one))
         assert f"{one['tokens']:,}" in line.split()
-    total = f"{len(run.ids)} requests: "
+    total = f"{len(run.requests)} requests: "
     assert any(line.startswith(total) for line in lines)
 
 
@@ -196,7 +179,7 @@ def test_the_figures_are_the_sums_of_the_requests(run: Run) -> None:
     assert {name: tokens[name] for name in sums} == sums
     figures = [one["figures"] for one in run.get("/v1/sessions")["data"]]
     assert {name: sum(one[f"{name}_tokens"] for one in figures) for name in sums} == sums
-    assert sum(one["requests"] for one in figures) == len(run.ids)
+    assert sum(one["requests"] for one in figures) == len(run.requests)
     for kind in ("cold", "warm", "restored"):
         count = sum(request["reuse"] == kind for request in run.requests)
         assert run.live["cache"]["requests"][kind] == count
@@ -215,12 +198,12 @@ def test_the_figures_are_the_sums_of_the_requests(run: Run) -> None:
         assert metrics[f'mlxcache_prefix_lost_tokens_total{{reason="{reason}"}}'] == total
 
 
-def test_explain_finds_what_the_server_lost(run: Run) -> None:
+def test_explain_finds_what_the_server_lost(run: Run, model: Path) -> None:
     """For a request that extends another: the same cause, or nothing.
 
     The last such request of Claude Code and of aider, and those that lost something.
     """
-    settings = load_settings({"model": str(run.model)}, os.environ)
+    settings = load_settings({"model": str(model)}, os.environ)
     pairs = [n for n, one in enumerate(RECORDED["requests"]) if "like" in one]
     last = {run.requests[n]["client"]: n for n in pairs}
     lossy = [n for n in pairs if run.requests[n]["lost"]]
