@@ -293,6 +293,9 @@ class OneModel:
     def requests(self) -> Any:
         return self.default.requests()
 
+    def measure(self) -> Any:
+        return self.default.measure()
+
     def figures(self) -> dict[str, Any]:
         return self.default.figures()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import anthropic
@@ -20,7 +20,7 @@ from mlxcache.types import (
     ToolCall,
     ToolChoice,
 )
-from tests.api.conftest import INFO, FakeEngine, reply
+from tests.api.conftest import FakeEngine, reply
 from tests.api.messages import HELLO, events, post
 from tests.wire.anthropic_bodies import MARK, assistant, result, text, tool, use, user
 
@@ -197,15 +197,6 @@ class TestSettingsOfTheReply:
         answer = (await post(client, thinking={"type": "adaptive", "display": display})).json()
         assert answer["content"][0]["thinking"] == ("Hm" if display == "summarized" else "")
 
-    @pytest.mark.parametrize("takes", [False, True])
-    async def test_an_effort_reaches_the_template_or_the_budget(
-        self, client: httpx.AsyncClient, engine: FakeEngine, takes: bool
-    ) -> None:
-        engine.info = replace(INFO, takes_effort=takes)
-        await post(client, output_config={"effort": "medium"})
-        assert engine.jobs[0].thinking_budget == (None if takes else 8192)
-        assert engine.chats[0].template_args == {"reasoning_effort": "medium"}
-
     async def test_no_token_is_a_prompt_that_is_computed_and_not_answered(
         self, sdk: anthropic.AsyncAnthropic, engine: FakeEngine
     ) -> None:
@@ -237,27 +228,39 @@ class TestSettingsOfTheReply:
         assert refused.value.request_id == refused.value.body["request_id"]  # type: ignore[index]
 
 
-class TestJobs:
-    async def test_what_is_asked_reaches_the_engine(
-        self, client: httpx.AsyncClient, engine: FakeEngine
-    ) -> None:
-        await post(
-            client,
-            tools=[WEATHER, tool("later", defer_loading=True)],
-            temperature=0.5,
-            top_p=0.9,
-            top_k=40,
-            stop_sequences=["END"],
-            tool_choice={"type": "auto", "disable_parallel_tool_use": True},
-        )
-        (job,) = engine.jobs
-        assert (job.max_tokens, job.stop, job.api) == (9, ("END",), "messages")
-        assert (job.sampling.temperature, job.sampling.top_p, job.sampling.top_k) == (0.5, 0.9, 40)
-        assert job.sampling.unset == {"min_p", "repetition_penalty"}
-        assert [t["function"]["name"] for t in job.tools or ()] == ["weather", "later"]
-        assert not job.parallel_tools
-        assert job.render_s > 0
+@pytest.mark.parametrize(
+    ("body", "job"),
+    [
+        ({}, {"max_tokens": 9, "api": "messages", "tools": None, "stop": ()}),
+        ({}, {"sampling.temperature": 1.0, "sampling.top_p": 1.0, "sampling.top_k": 0}),
+        ({}, {"sampling.unset": set(DEFAULTED), "parallel_tools": True}),
+        ({"temperature": 0.5, "top_k": 40}, {"sampling.temperature": 0.5, "sampling.top_k": 40}),
+        (
+            {"temperature": 0.5, "top_p": 0.9, "top_k": 40},
+            {"sampling.unset": {"min_p", "repetition_penalty"}, "sampling.top_p": 0.9},
+        ),
+        ({"top_p": 0}, {"sampling.top_k": 1, "sampling.top_p": 1.0}),
+        ({"top_p": 0}, {"sampling.unset": {*DEFAULTED} - {"top_k", "top_p"}}),
+        ({"stop_sequences": ["END"]}, {"stop": ("END",)}),
+        ({"tools": [WEATHER], "tool_choice": {"type": "none"}}, {"tools": None}),
+        (
+            {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+            {"parallel_tools": False},
+        ),
+        ({"output_config": {"effort": "medium"}}, {"thinking_budget": 8192}),
+    ],
+    ids=str,
+)
+async def test_what_is_asked_reaches_the_engine(
+    client: httpx.AsyncClient, engine: FakeEngine, body: Any, job: dict[str, Any]
+) -> None:
+    """A field by its name in the job; tools are in the head, whatever may be called."""
+    assert (await post(client, **body)).status_code == 200
+    assert {name: attrgetter(name)(engine.jobs[0]) for name in job} == job
+    assert len(engine.chats[0].tools) == len(body.get("tools", ()))
 
+
+class TestJobs:
     async def test_a_format_and_a_forced_tool_reach_the_engine_and_change_no_prompt(
         self, client: httpx.AsyncClient, engine: FakeEngine
     ) -> None:
@@ -302,29 +305,6 @@ class TestJobs:
         assert response.status_code == 400
         assert field in response.json()["error"]["message"]
         assert engine.jobs == []
-
-    async def test_what_is_not_said_is_as_anthropic_documents_it(
-        self, client: httpx.AsyncClient, engine: FakeEngine
-    ) -> None:
-        await post(client)
-        (job,) = engine.jobs
-        assert (job.sampling.temperature, job.sampling.top_p, job.sampling.top_k) == (1.0, 1.0, 0)
-        assert job.sampling.unset == set(DEFAULTED)
-        assert (job.tools, job.stop, job.parallel_tools) == (None, (), True)
-
-    async def test_a_nucleus_of_no_mass_is_the_likeliest_token(
-        self, client: httpx.AsyncClient, engine: FakeEngine
-    ) -> None:
-        await post(client, top_p=0)
-        assert (engine.jobs[0].sampling.top_k, engine.jobs[0].sampling.top_p) == (1, 1.0)
-        assert "top_k" not in engine.jobs[0].sampling.unset
-
-    async def test_no_tool_is_called_where_none_may_be_and_the_head_stays(
-        self, client: httpx.AsyncClient, engine: FakeEngine
-    ) -> None:
-        await post(client, tools=[WEATHER], tool_choice={"type": "none"})
-        assert engine.jobs[0].tools is None
-        assert len(engine.chats[0].tools) == 1
 
     async def test_the_session_and_the_client_are_named(
         self, client: httpx.AsyncClient, engine: FakeEngine

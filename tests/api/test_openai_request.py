@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import httpx
@@ -11,6 +12,102 @@ import pytest
 from mlxcache.types import DEFAULTED, OutputFormat
 from tests.api.conftest import FakeEngine, reply
 from tests.api.openai_bodies import CALL, USER, WEATHER, chat, events
+
+DRAWN = {
+    "temperature": 0.5,
+    "top_p": 0.9,
+    "top_k": 40,
+    "min_p": 0.05,
+    "repetition_penalty": 1.1,
+    "xtc_probability": 0.5,
+    "xtc_threshold": 0.0,
+    "presence_penalty": 0.2,
+    "frequency_penalty": -0.2,
+}
+BARE = {"type": "function", "function": {"name": "f", "strict": True}}
+EMPTY = {"name": "f", "description": "", "parameters": {"type": "object", "properties": {}}}
+FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+CALLED = [{"function": {"name": "f"}}]
+
+
+def ended(**fields: Any) -> dict[str, Any]:
+    """A body whose last message is the assistant's."""
+    more = {key: fields.pop(key) for key in list(fields) if key.endswith(("message", "prompt"))}
+    return {"messages": [*USER, {"role": "assistant", **fields}], **more}
+
+
+@pytest.mark.parametrize(
+    ("body", "job"),
+    [
+        ({}, {"max_tokens": None, "stop": (), "tools": None, "top_logprobs": None, "api": "chat"}),
+        ({}, {"sampling.temperature": 1.0, "sampling.top_p": 1.0, "sampling.seed": None}),
+        ({}, {"sampling.unset": set(DEFAULTED), "format": None}),
+        (DRAWN, {f"sampling.{name}": value for name, value in DRAWN.items()}),
+        (DRAWN, {"sampling.unset": frozenset()}),
+        ({"repetition_context_size": 20}, {"sampling.repetition_context": 20}),
+        ({"logit_bias": {"42": -100}}, {"sampling.logit_bias": ((42, -100.0),)}),
+        ({"seed": -1}, {"sampling.seed": 2**63 - 1}),
+        ({"top_p": 0, "temperature": 1}, {"sampling.temperature": 0.0}),
+        ({"top_p": 0}, {"sampling.unset": {*DEFAULTED} - {"temperature", "top_p"}}),
+        (
+            {"temperature": 0, "top_k": -1, "min_p": 0},
+            {"sampling.unset": {"top_p", "repetition_penalty"}, "sampling.top_k": 0},
+        ),
+        ({"stop": "END"}, {"stop": ("END",)}),
+        ({"max_completion_tokens": 7, "max_tokens": 9}, {"max_tokens": 7}),
+        ({"max_tokens": -1}, {"max_tokens": None}),
+        ({"max_tokens": 10**30}, {"max_tokens": 2**31 - 1}),
+        ({"tools": [WEATHER], "tool_choice": "none"}, {"tools": None}),
+        ({"tools": [WEATHER], "tool_choice": {"type": "auto"}}, {"tools": (WEATHER,)}),
+        ({"tools": [WEATHER]}, {"parallel_tools": True}),
+        ({"tools": [WEATHER], "parallel_tool_calls": False}, {"parallel_tools": False}),
+        ({"response_format": FORM}, {"format": OutputFormat("json_schema", '{"type":"object"}')}),
+    ],
+    ids=str,
+)
+async def test_what_is_asked_reaches_the_engine(
+    client: httpx.AsyncClient, engine: FakeEngine, body: Any, job: dict[str, Any]
+) -> None:
+    """A field by its name in the job."""
+    assert (await chat(client, **body)).status_code == 200
+    assert {name: attrgetter(name)(engine.jobs[0]) for name in job} == job
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ({"reasoning_effort": "none"}, {"template_args": {"enable_thinking": False}}),
+        ({"reasoning_effort": "minimal"}, {"template_args": {"reasoning_effort": "low"}}),
+        ({"reasoning_effort": "high"}, {"template_args": {"reasoning_effort": "high"}}),
+        ({"enable_thinking": True}, {"template_args": {"enable_thinking": True}}),
+        ({"thinking": {"type": "disabled"}}, {"template_args": {"enable_thinking": False}}),
+        ({"chat_template_kwargs": {"x": [1]}}, {"template_args": {"x": [1]}}),
+        ({"tools": [WEATHER], "tool_choice": "none"}, {"tools": (WEATHER,)}),
+        ({"tools": [BARE]}, {"tools": ({"type": "function", "function": EMPTY},)}),
+        ({"response_format": FORM}, {"messages": USER, "template_args": {}}),
+        # As in llama.cpp; a client that says what it wants, as to vLLM, gets that.
+        (ended(content="Well"), {"continue_final": True}),
+        (ended(content="Well", continue_final_message=True), {"continue_final": True}),
+        (ended(content="Well", add_generation_prompt=False), {"continue_final": True}),
+        (ended(content="Well", continue_final_message=False), {"continue_final": False}),
+        (ended(content="Well", add_generation_prompt=True), {"continue_final": False}),
+        # What has no end of text is not continued, and what is empty is left out.
+        (ended(content=""), {"continue_final": False, "messages": USER}),
+        (ended(content=[{"type": "text", "text": ""}]), {"messages": USER}),
+        (ended(content=None, reasoning_content="Hm"), {"continue_final": False}),
+        (ended(content="", tool_calls=CALLED), {"continue_final": False}),
+        (ended(content="Text", tool_calls=CALLED), {"continue_final": False}),
+    ],
+    ids=str,
+)
+async def test_what_is_asked_is_rendered(
+    client: httpx.AsyncClient, engine: FakeEngine, body: Any, expected: dict[str, Any]
+) -> None:
+    """A field by its name in the chat, which keeps a last message that is not empty."""
+    assert (await chat(client, **body)).status_code == 200
+    (made,) = engine.chats
+    assert {name: getattr(made, name) for name in expected} == expected
+    assert len(made.messages) == len(expected.get("messages", body.get("messages", USER)))
 
 
 class TestRequests:
@@ -103,63 +200,6 @@ class TestRequests:
             await chat(client, messages=[{"role": "user", "content": content}])
         assert engine.chats[0] == engine.chats[1] == engine.chats[2]
 
-    async def test_sampling_fields_reach_the_engine(
-        self, client: httpx.AsyncClient, engine: FakeEngine
-    ) -> None:
-        await chat(
-            client,
-            temperature=0.5,
-            top_p=0.9,
-            top_k=40,
-            min_p=0.05,
-            repetition_penalty=1.1,
-            repetition_context_size=20,
-            xtc_probability=0.5,
-            xtc_threshold=0.0,
-            presence_penalty=0.2,
-            frequency_penalty=-0.2,
-            logit_bias={"42": -100},
-            seed=-1,
-            stop="END",
-            max_completion_tokens=7,
-            max_tokens=9,
-        )
-        job = engine.jobs[0]
-        drawn = job.sampling
-        assert (drawn.temperature, drawn.top_p, drawn.top_k, drawn.min_p) == (0.5, 0.9, 40, 0.05)
-        assert (drawn.repetition_penalty, drawn.presence_penalty) == (1.1, 0.2)
-        assert drawn.frequency_penalty == -0.2
-        assert drawn.repetition_context == 20
-        assert (drawn.xtc_probability, drawn.xtc_threshold) == (0.5, 0.0)
-        assert drawn.unset == frozenset()
-        assert drawn.logit_bias == ((42, -100.0),)
-        assert drawn.seed == 2**63 - 1
-        assert (job.stop, job.max_tokens) == (("END",), 7)
-
-    async def test_what_is_absent_takes_openais_defaults(
-        self, client: httpx.AsyncClient, engine: FakeEngine
-    ) -> None:
-        await chat(client)
-        job = engine.jobs[0]
-        assert (job.sampling.temperature, job.sampling.top_p) == (1.0, 1.0)
-        assert job.sampling.unset == set(DEFAULTED)
-        assert (job.sampling.seed, job.max_tokens, job.stop) == (None, None, ())
-        assert (job.tools, job.top_logprobs, job.api) == (None, None, "chat")
-
-    async def test_top_p_0_is_greedy(self, client: httpx.AsyncClient, engine: FakeEngine) -> None:
-        await chat(client, top_p=0, temperature=1)
-        await chat(client, top_p=0)
-        for job in engine.jobs:
-            assert job.sampling.temperature == 0.0
-            assert "temperature" not in job.sampling.unset
-
-    async def test_what_is_switched_off_is_not_unset(
-        self, client: httpx.AsyncClient, engine: FakeEngine
-    ) -> None:
-        await chat(client, temperature=0, top_k=-1, min_p=0)
-        assert engine.jobs[0].sampling.unset == {"top_p", "repetition_penalty"}
-        assert engine.jobs[0].sampling.top_k == 0
-
     @pytest.mark.parametrize(
         ("asked", "budget"),
         [
@@ -194,29 +234,6 @@ class TestRequests:
         await chat(client, **asked)
         by_effort = effort is not None and "thinking_budget" not in asked
         assert engine.jobs[1].thinking_budget == (None if by_effort else budget)
-
-    @pytest.mark.parametrize(("asked", "given"), [(-1, None), (10**30, 2**31 - 1), (5, 5)])
-    async def test_limits_from_minus_one_to_absurd(
-        self, client: httpx.AsyncClient, engine: FakeEngine, asked: int, given: int | None
-    ) -> None:
-        await chat(client, max_tokens=asked)
-        assert engine.jobs[0].max_tokens == given
-
-    async def test_tool_choice_none_renders_the_tools_and_parses_no_calls(
-        self, client: httpx.AsyncClient, engine: FakeEngine
-    ) -> None:
-        await chat(client, tools=[WEATHER], tool_choice="none")
-        await chat(client, tools=[WEATHER], tool_choice={"type": "auto"})
-        assert engine.chats[0].tools == engine.chats[1].tools == (WEATHER,)
-        assert engine.jobs[0].tools is None
-        assert engine.jobs[1].tools == (WEATHER,)
-        assert engine.jobs[1].parallel_tools is True
-
-    async def test_parallel_calls_can_be_switched_off(
-        self, client: httpx.AsyncClient, engine: FakeEngine
-    ) -> None:
-        await chat(client, tools=[WEATHER], parallel_tool_calls=False)
-        assert engine.jobs[0].parallel_tools is False
 
     @pytest.mark.parametrize("stream", [False, True])
     @pytest.mark.parametrize(
@@ -257,52 +274,12 @@ class TestRequests:
             choice = (await chat(client, **body)).json()["choices"][0]
             assert (choice["finish_reason"], choice["stop_reason"]) == (reason, "repetition")
 
-    async def test_a_format_reaches_the_engine_and_changes_no_prompt(
-        self, client: httpx.AsyncClient, engine: FakeEngine
-    ) -> None:
-        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
-        await chat(client, response_format=form)
-        await chat(client)
-        assert [job.format for job in engine.jobs] == [
-            OutputFormat("json_schema", '{"type":"object"}'),
-            None,
-        ]
-        assert engine.chats[0] == engine.chats[1]
-
     async def test_a_text_completion_takes_a_format_too(
         self, client: httpx.AsyncClient, engine: FakeEngine
     ) -> None:
         body = {"prompt": "Hi", "structured_outputs": {"choice": ["yes", "no"]}}
         assert (await client.post("/v1/completions", json=body)).status_code == 200
         assert engine.jobs[0].format == OutputFormat("choice", '["yes","no"]')
-
-    async def test_a_tool_without_description_or_parameters_gets_empty_ones(
-        self, client: httpx.AsyncClient, engine: FakeEngine
-    ) -> None:
-        bare = {"type": "function", "function": {"name": "f", "strict": True}}
-        await chat(client, tools=[bare])
-        assert engine.chats[0].tools[0]["function"] == {
-            "name": "f",
-            "description": "",
-            "parameters": {"type": "object", "properties": {}},
-        }
-
-    @pytest.mark.parametrize(
-        ("body", "arguments"),
-        [
-            ({"reasoning_effort": "none"}, {"enable_thinking": False}),
-            ({"reasoning_effort": "minimal"}, {"reasoning_effort": "low"}),
-            ({"reasoning_effort": "high"}, {"reasoning_effort": "high"}),
-            ({"enable_thinking": True}, {"enable_thinking": True}),
-            ({"thinking": {"type": "disabled"}}, {"enable_thinking": False}),
-            ({"chat_template_kwargs": {"x": [1]}}, {"x": [1]}),
-        ],
-    )
-    async def test_reasoning_and_template_arguments(
-        self, client: httpx.AsyncClient, engine: FakeEngine, body: Any, arguments: Any
-    ) -> None:
-        await chat(client, **body)
-        assert engine.chats[0].template_args == arguments
 
     async def test_the_label_and_the_client_are_recorded(
         self, client: httpx.AsyncClient, engine: FakeEngine
@@ -335,37 +312,6 @@ class TestRequests:
             whatever={"deep": [1]},
         )
         assert response.status_code == 200
-
-    async def test_a_message_of_the_assistants_can_be_continued(
-        self, client: httpx.AsyncClient, engine: FakeEngine
-    ) -> None:
-        """As in llama.cpp; a client that says what it wants, as to vLLM, gets that."""
-        messages = [*USER, {"role": "assistant", "content": "Well"}]
-        await chat(client, messages=messages)
-        await chat(client, messages=messages, continue_final_message=True)
-        await chat(client, messages=messages, add_generation_prompt=False)
-        await chat(client, messages=messages, continue_final_message=False)
-        await chat(client, messages=messages, add_generation_prompt=True)
-        assert [c.continue_final for c in engine.chats] == [True, True, True, False, False]
-        assert all(c.messages[-1]["content"] == "Well" for c in engine.chats)
-
-    @pytest.mark.parametrize(
-        ("last", "kept"),
-        [
-            ({"content": ""}, False),
-            ({"content": [{"type": "text", "text": ""}]}, False),
-            ({"content": None, "reasoning_content": "Hm"}, True),
-            ({"content": "", "tool_calls": [{"function": {"name": "f"}}]}, True),
-            ({"content": "Text", "tool_calls": [{"function": {"name": "f"}}]}, True),
-        ],
-    )
-    async def test_what_has_no_end_of_text_is_not_continued(
-        self, client: httpx.AsyncClient, engine: FakeEngine, last: Any, kept: bool
-    ) -> None:
-        response = await chat(client, messages=[*USER, {"role": "assistant", **last}])
-        assert response.status_code == 200
-        assert not engine.chats[0].continue_final
-        assert len(engine.chats[0].messages) == 1 + kept
 
     async def test_a_format_holds_for_the_new_text_of_a_continued_message(
         self, client: httpx.AsyncClient, engine: FakeEngine
