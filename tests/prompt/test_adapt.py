@@ -28,65 +28,61 @@ def short(messages: list[dict[str, Any]]) -> list[tuple[str, str]]:
     return [(message["role"], message.get("content", "-")) for message in messages]
 
 
-def test_a_system_message_stays_where_the_template_takes_it() -> None:
-    """Order is the client's, and moving one would lose the prefix."""
-    messages = [m("system", "s"), m("user", "u"), m("system", "later"), m("assistant", "a")]
-    assert adapt(messages, (), ALL) == messages
+USER = m("user", "u")
+CALLED = {**m("assistant", ""), "tool_calls": [call(1)]}
+ANSWERED = [USER, CALLED, result(1, "r")]
+NOTE = m("system", "note")
+TWICE = [USER, m("user", "v"), m("assistant", "a"), m("assistant", "b")]
+LATER = [USER, m("assistant", "a"), NOTE, m("user", "v")]
+REMINDED = [*ANSWERED, m("user", "note"), m("system", "s")]
+TEXTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
 
 
-def test_leading_system_messages_are_joined() -> None:
-    """Templates look at the first one only."""
-    assert short(adapt([m("system", "a"), m("system", "b"), m("user", "u")], (), FIRST)) == [
-        ("system", "a\n\nb"),
-        ("user", "u"),
-    ]
-
-
-def test_a_refused_system_message_joins_the_user_turn_before_it() -> None:
-    """By a rule that looks only left."""
-    messages = [m("user", "u"), m("system", "note"), m("assistant", "a")]
-    assert short(adapt(messages, (), FIRST)) == [("user", "u\n\nnote"), ("assistant", "a")]
-
-
-def test_a_refused_system_message_joins_the_result_before_it() -> None:
-    """As a user message it would begin a new question, for which templates drop thinking."""
-    reply = {**m("assistant", ""), "tool_calls": [call(1)]}
-    messages = [m("user", "u"), reply, result(1, "found"), m("system", "note")]
-    assert short(adapt(messages, (), FIRST))[2:] == [("tool", "found\n\nnote")]
-    assert short(adapt(messages, (), ALL))[2:] == [("tool", "found"), ("system", "note")]
-
-
-def test_after_an_assistant_it_becomes_a_user_message() -> None:
-    """The next user message joins it only where turns must alternate."""
-    messages = [m("user", "u"), m("assistant", "a"), m("system", "note"), m("user", "v")]
-    assert short(adapt(messages, (), FIRST))[2:] == [("user", "note"), ("user", "v")]
-    assert short(adapt(messages, (), GEMMA))[2:] == [("user", "note\n\nv")]
-
-
-def test_a_system_message_that_is_never_taken_starts_the_first_user_turn() -> None:
-    """Nothing is dropped."""
-    messages = [m("system", "s"), m("developer", "d"), m("user", "u")]
-    assert short(adapt(messages, (), GEMMA)) == [("user", "s\n\nd\n\nu")]
-
-
-def test_developer_is_system_unless_the_template_names_it() -> None:
-    """OpenAI's newer name for the same thing."""
-    assert short(adapt([m("developer", "d"), m("user", "u")], (), ALL))[0][0] == "system"
-    taken = adapt([m("developer", "d"), m("user", "u")], (), replace(ALL, developer=True))
-    assert short(taken)[0][0] == "developer"
-
-
-def test_neighbours_of_one_role_are_merged_only_where_turns_must_alternate() -> None:
-    """Both users' and assistants'."""
-    messages = [m("user", "u"), m("user", "v"), m("assistant", "a"), m("assistant", "b")]
-    assert adapt(messages, (), ALL) == messages
-    assert short(adapt(messages, (), GEMMA)) == [("user", "u\n\nv"), ("assistant", "a\n\nb")]
+@pytest.mark.parametrize(
+    ("messages", "traits", "expected"),
+    [
+        # Templates look at the first system message only.
+        ([m("system", "a"), m("system", "b"), USER], FIRST, ["a\n\nb", "u"]),
+        # One that is refused later joins what is left of it; taken as it is, the prefix stays.
+        ([USER, NOTE, m("assistant", "a")], FIRST, ["u\n\nnote", "a"]),
+        ([USER, NOTE, m("assistant", "a")], ALL, ["u", "system: note", "a"]),
+        # As a user message it would begin a new question, for which templates drop thinking.
+        ([*ANSWERED, NOTE], FIRST, ["u", "", "tool: r\n\nnote"]),
+        ([*ANSWERED, NOTE], ALL, ["u", "", "tool: r", "system: note"]),
+        # The next user message joins it only where turns must alternate.
+        (LATER, FIRST, ["u", "a", "user: note", "v"]),
+        (LATER, GEMMA, ["u", "a", "user: note\n\nv"]),
+        # One that is never taken starts the first user turn.
+        ([m("system", "s"), m("developer", "d"), USER], GEMMA, ["user: s\n\nd\n\nu"]),
+        # OpenAI's newer name for the same thing.
+        ([m("developer", "d"), USER], ALL, ["system: d", "u"]),
+        ([m("developer", "d"), USER], replace(ALL, developer=True), ["developer: d", "u"]),
+        # Neighbours of one role are merged only where turns must alternate.
+        (TWICE, ALL, ["u", "v", "a", "b"]),
+        (TWICE, GEMMA, ["u\n\nv", "a\n\nb"]),
+        # Where the template has no room for the text beside calls, as it would write them itself.
+        ([USER, {**CALLED, "content": "look"}], MISTRAL, ["u", ""]),
+        # A reminder that comes with a result is not refused.
+        (REMINDED, MISTRAL, ["u", "", "tool: r\n\nnote\n\ns"]),
+        (REMINDED, ALL, ["u", "", "tool: r", "user: note", "system: s"]),
+        ([{"role": "user", "content": None}], ALL, [""]),
+        ([{"role": "user", "content": TEXTS}], ALL, ["a\n\nb"]),
+    ],
+)
+def test_messages_stand_where_the_template_takes_them(
+    messages: list[dict[str, Any]], traits: Traits, expected: list[str]
+) -> None:
+    """Nothing is dropped, and the order stays. `expected` says the role where it is not plain."""
+    adapted = short(adapt(messages, (), traits))
+    assert len(adapted) == len(expected)
+    for (role, content), wanted in zip(adapted, expected, strict=True):
+        assert wanted in (content, f"{role}: {content}")
 
 
 def test_calls_and_results_pass_through_with_the_tool_s_name() -> None:
     """Results stay separate, each with its id; the name is what the call said."""
     reply = {**m("assistant", "look"), "tool_calls": [call(1, path="x"), call(2, path="y")]}
-    messages = [m("user", "u"), reply, result(1, "one"), result(2, "two")]
+    messages = [USER, reply, result(1, "one"), result(2, "two")]
     adapted = adapt(messages, (), ALL)
     assert [c["function"]["arguments"] for c in adapted[1]["tool_calls"]] == [
         {"path": "x"},
@@ -100,7 +96,7 @@ def test_arguments_are_text_for_templates_that_need_text() -> None:
     """JSON, with characters as they are."""
     reply = {**m("assistant", ""), "tool_calls": [call(1, path="é")]}
     traits = replace(ALL, string_arguments=True, absent_content=True)
-    adapted = adapt([m("user", "u"), reply], (), traits)[1]
+    adapted = adapt([USER, reply], (), traits)[1]
     assert adapted["tool_calls"][0]["function"]["arguments"] == '{"path": "é"}'
     assert "content" not in adapted
 
@@ -109,7 +105,7 @@ def test_arguments_that_came_as_text_become_an_object() -> None:
     """OpenAI sends them as text; what is no JSON object stays as it is."""
     for sent, taken in (('{"a": 1}', {"a": 1}), ("", {}), ("[1]", "[1]"), ("{x", "{x"), (None, {})):
         wire = {"id": "i", "function": {"name": "Read", "arguments": sent}}
-        adapted = adapt([m("user", "u"), {**m("assistant", ""), "tool_calls": [wire]}], (), ALL)
+        adapted = adapt([USER, {**m("assistant", ""), "tool_calls": [wire]}], (), ALL)
         assert adapted[1]["tool_calls"][0]["function"]["arguments"] == taken
 
 
@@ -117,42 +113,27 @@ def test_ids_are_shortened_alike_in_calls_and_results() -> None:
     """Nine letters or digits, the same for the same id in every turn."""
     reply = {**m("assistant", ""), "tool_calls": [call(1), call(2)]}
     traits = replace(ALL, short_ids=True)
-    adapted = adapt([m("user", "u"), reply, result(2, "r")], (), traits)
+    adapted = adapt([USER, reply, result(2, "r")], (), traits)
     ids = [c["id"] for c in adapted[1]["tool_calls"]]
     assert len(set(ids)) == 2
     assert all(len(i) == 9 and i.isalnum() for i in ids)
     assert adapted[2]["tool_call_id"] == ids[1]
-    assert adapt([m("user", "u"), reply], (), traits)[1] == adapted[1]
+    assert adapt([USER, reply], (), traits)[1] == adapted[1]
 
 
 def test_several_calls_with_text_become_a_message_each_where_needed() -> None:
     """In the order they were written."""
     reply = {**m("assistant", "look"), "tool_calls": [call(1, n=1), call(2, n=2)]}
-    adapted = adapt([m("user", "u"), reply], (), LLAMA)[1:]
+    adapted = adapt([USER, reply], (), LLAMA)[1:]
     assert short(adapted) == [("assistant", "look"), ("assistant", ""), ("assistant", "")]
     assert [len(a.get("tool_calls", ())) for a in adapted] == [0, 1, 1]
-
-
-def test_calls_stay_calls_where_the_template_has_no_room_for_the_text_beside_them() -> None:
-    """As such a template would write them itself."""
-    reply = {**m("assistant", "look"), "tool_calls": [call(1, n=1)]}
-    adapted = adapt([m("user", "u"), reply], (), MISTRAL)[1:]
-    assert short(adapted) == [("assistant", "")]
-    assert len(adapted[0]["tool_calls"]) == 1
-
-
-def test_a_user_message_after_a_result_joins_it_where_it_must() -> None:
-    """A reminder that comes with a result is not refused."""
-    reply = {**m("assistant", ""), "tool_calls": [call(1)]}
-    messages = [m("user", "u"), reply, result(1, "r"), m("user", "note"), m("system", "s")]
-    assert short(adapt(messages, (), MISTRAL))[2:] == [("tool", "r\n\nnote\n\ns")]
-    assert short(adapt(messages, (), ALL))[2:] == [("tool", "r"), ("user", "note"), ("system", "s")]
+    assert "tool_calls" in adapt([USER, reply], (), MISTRAL)[1]
 
 
 def test_without_the_tool_role_calls_and_results_are_text() -> None:
     """Calls as the description asks for them, results in the user's turn."""
     reply = {**m("assistant", "look"), "tool_calls": [call(1, path="x")]}
-    messages = [m("user", "u"), reply, result(1, "one"), result(2, "two")]
+    messages = [USER, reply, result(1, "one"), result(2, "two")]
     adapted = adapt(messages, (), GEMMA)
     text = '<tool_call>{"name": "Read", "arguments": {"path": "x"}}</tool_call>'
     assert adapted[1] == m("assistant", "look\n" + text)
@@ -166,13 +147,13 @@ def test_without_the_tool_role_calls_and_results_are_text() -> None:
 
 def test_tools_are_described_in_the_system_text_where_the_template_knows_none() -> None:
     """With a form for calls that the output parser knows."""
-    adapted = adapt([m("system", "s"), m("user", "u")], TOOLS, Traits())
+    adapted = adapt([m("system", "s"), USER], TOOLS, Traits())
     assert [message["role"] for message in adapted] == ["system", "user"]
     assert adapted[0]["content"].startswith("s\n\n")
     assert all(json.dumps(tool) in adapted[0]["content"] for tool in TOOLS)
     assert '<tool_call>{"name": NAME, "arguments": {...}}</tool_call>' in adapted[0]["content"]
-    assert short(adapt([m("user", "u")], TOOLS, GEMMA))[0][1].endswith("\n\nu")
-    assert adapt([m("user", "u")], TOOLS, ALL) == [m("user", "u")]
+    assert short(adapt([USER], TOOLS, GEMMA))[0][1].endswith("\n\nu")
+    assert adapt([USER], TOOLS, ALL) == [USER]
 
 
 @given(agent_turns())
@@ -187,16 +168,9 @@ def test_the_first_messages_are_adapted_alike_whatever_follows(turns: list[Chat]
             assert whole[len(part) - 1]["content"].startswith(part[-1]["content"])
 
 
-def test_content_of_other_shapes_is_text_or_refused() -> None:
-    """None is empty, a list of texts is joined, a picture is the client's mistake."""
-    assert short(adapt([{"role": "user", "content": None}], (), ALL)) == [("user", "")]
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    assert short(adapt([{"role": "user", "content": parts}], (), ALL)) == [("user", "a\n\nb")]
+def test_a_picture_and_an_unknown_role_are_refused() -> None:
+    """Templates that print any role would print an attack."""
     with pytest.raises(BadRequest):
         adapt([{"role": "user", "content": [{"type": "image"}]}], (), ALL)
-
-
-def test_an_unknown_role_is_refused() -> None:
-    """Templates that print any role would print an attack."""
     with pytest.raises(BadRequest, match="robot"):
         adapt([m("robot", "x")], (), ALL)

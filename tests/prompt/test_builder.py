@@ -1,19 +1,17 @@
 from __future__ import annotations
 
 import threading
-import time
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from mlxcache.errors import BadRequest, ConfigError, ContextLengthExceeded
+from mlxcache.errors import ConfigError, ContextLengthExceeded
 from mlxcache.prompt.builder import PromptBuilder
 from mlxcache.types import NO_TOKENS, Chat
 from tests.prompt import kinds, templates
 from tests.prompt.chats import TOOLS, agent_turns
-from tests.prompt.kinds import KINDS, Newlines, NoBackend, Wrapped
+from tests.prompt.kinds import Newlines, NoBackend, Wrapped
 
 SOURCES = {
     "chatml": templates.chatml(),
@@ -59,19 +57,6 @@ def test_a_turn_up_to_its_last_mark_starts_the_next_turn(
         before = prompt.ids[: prompt.marks[-1]]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=12, deadline=None)
-@given(turns=agent_turns())
-def test_what_is_remembered_never_changes_the_ids(kind: str, turns: list[Chat]) -> None:
-    """A session's later turn is the same prompt to a builder that saw no other."""
-    made = builder(kind)
-    for chat in turns:
-        warm = made.chat(chat, "s")
-        fresh = made._tokeniser.encode_whole(made._renderer.render(chat).text)
-        assert warm.ids.tolist() == fresh.ids.tolist()
-        assert made.chat(chat, None).marks == warm.marks
-
-
 @pytest.mark.parametrize("kind", ["byte_level", "metaspace_always", "replacing"])
 def test_ordinary_conversations_get_the_ids_that_transformers_gives(kind: str) -> None:
     """Escaping and remembering cost no fidelity."""
@@ -79,12 +64,6 @@ def test_ordinary_conversations_get_the_ids_that_transformers_gives(kind: str) -
     messages = [SYSTEM, user("a < b\n\n  é 123"), assistant("It's so."), user("ok")]
     expected = tokenizer.apply_chat_template(messages, tools=TOOLS, add_generation_prompt=True)
     assert builder(kind).chat(Chat(messages, TOOLS)).ids.tolist() == list(expected)
-
-
-def test_ids_are_int32() -> None:
-    """As the cache stores them."""
-    assert builder("byte_level").chat(Chat([user("hi")])).ids.dtype == np.int32
-    assert builder("byte_level").text("hi").ids.dtype == np.int32
 
 
 def test_a_bare_text_may_hold_control_tokens() -> None:
@@ -172,12 +151,6 @@ def test_other_tokenizers_are_served_whole(wrap: str, caplog: pytest.LogCaptureF
     assert prompt.marks
 
 
-def test_half_a_surrogate_pair_is_refused() -> None:
-    """Not a failure of the server."""
-    with pytest.raises(BadRequest):
-        builder("byte_level").chat(Chat([user("a\udc00b")]))
-
-
 @pytest.mark.parametrize("name", ["messages", "namespace"])
 def test_the_operator_s_arguments_are_checked_at_the_start(name: str) -> None:
     """Every request would fail with them."""
@@ -223,30 +196,6 @@ def test_fifty_requests_at_once() -> None:
     for thread in threads:
         thread.join()
     assert [got[i] for i in range(50)] == expected
-
-
-def test_a_new_turn_costs_a_fraction_of_the_whole() -> None:
-    """80 KB with 200 new characters: not the time that encoding all of it takes."""
-    made = builder("digits_in_threes")
-    history = [SYSTEM]
-    for i in range(20):
-        history += [
-            user(f"{i} some words and 12345\n" * 80),
-            assistant("def f(x): return x\n" * 90),
-        ]
-    tokenise = made._tokeniser
-
-    def seconds(session: str | None, text: str) -> float:
-        start = time.perf_counter()
-        tokenise.encode(text, session) if session else tokenise.encode_whole(text)
-        return time.perf_counter() - start
-
-    texts = [made._renderer.render(Chat([*history, user("x " * n)])).text for n in range(1, 9)]
-    assert len(texts[0]) > 70_000
-    tokenise.encode(texts[0], "fast")
-    warm = min(seconds("fast", text) for text in texts[1:])
-    whole = min(seconds(None, text) for text in texts[:4])
-    assert warm < whole / 4
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "unigram"])

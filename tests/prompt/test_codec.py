@@ -80,18 +80,6 @@ def test_text_without_sentinels_is_encoded_by_the_tokenizer_itself(kind: str) ->
 def test_escaped_text_goes_through_a_tokenizer_of_the_same_model(kind: str) -> None:
     """Every kind has a twin without control tokens, also where they are in the vocabulary."""
     assert CODECS[kind][0].direct
-    assert CODECS[kind][0]._plain is not None
-
-
-def test_the_model_is_shared_and_not_copied_where_it_can_be() -> None:
-    """A copy of a large vocabulary costs seconds and memory; only some unigram models need it."""
-    for kind in KINDS:
-        twin = CODECS[kind][0]._plain
-        if twin is not None:
-            shared = twin._tokenizer.token_to_id("<s>") == kinds.backend(kind).model.token_to_id(
-                "<s>"
-            )
-            assert shared is (kind != "unigram")
 
 
 def test_other_tokenizers_cut_escaped_tokens_in_two() -> None:

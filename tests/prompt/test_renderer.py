@@ -55,22 +55,6 @@ def test_a_turn_without_its_generation_prompt_starts_the_next_turn(
 @pytest.mark.parametrize("name", FAMILIES)
 @settings(max_examples=15, deadline=None)
 @given(turns=agent_turns())
-def test_the_generation_prompt_starts_where_the_text_without_it_ends(
-    name: str, turns: list[Chat]
-) -> None:
-    """Found without a second rendering, and right all the same."""
-    renderer, _ = MADE[name]
-    for chat in turns:
-        rendered = renderer.render(chat)
-        messages, tools, args = renderer._adapted(chat, len(chat.messages))
-        bare = renderer._text(messages, tools, args, generation=False)
-        assert rendered.text[: rendered.generation] == bare
-        assert rendered.generation + len(renderer.generation_prompt()) == len(rendered.text)
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-@settings(max_examples=15, deadline=None)
-@given(turns=agent_turns())
 def test_every_text_of_the_client_is_rendered(name: str, turns: list[Chat]) -> None:
     """Nothing a person or a tool said is lost, whatever the template refuses."""
     renderer, escape = MADE[name]

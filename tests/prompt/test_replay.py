@@ -87,23 +87,6 @@ def test_after_a_call_only_its_results_are_fed(name: str, sends: str) -> None:
             )
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_after_an_answer_only_the_next_message_is_fed(name: str) -> None:
-    """Without thinking; most templates leave thinking out now."""
-    served = Served(name)
-    messages = list(START)
-    for turn in range(3):
-        reply, held = served.reply(served.asked(messages), served.writes(THOUGHT, TEXT, []))
-        messages += [reply, user(f"{turn} And then? " * 4)]
-        again = served.asked(messages)
-        if FAMILIES[name].thinks:
-            assert "replay" not in again.rules
-            assert fed(again, held) > size(served, messages[-1])
-        else:
-            assert fed(again, held) <= size(served, messages[-1]) + OWN
-            assert again.ids[: len(held) - 1].tolist() == held[:-1].tolist()
-
-
 @pytest.mark.parametrize("name", CALLING)
 def test_a_template_that_leaves_out_thinking_is_followed(name: str) -> None:
     """After a new user message the prompt is that of a builder without memory, with the calls as
@@ -262,27 +245,6 @@ def test_a_reply_that_was_cut_off_is_put_in(reason: FinishReason) -> None:
     # a tool's result behind it keeps its thinking
     again = served.asked([*asked, reply, *results(first)])
     assert again.ids[: len(held)].tolist() == held.tolist()
-
-
-@pytest.mark.parametrize("stop", ["two blanks", "wo bl"])
-def test_a_reply_that_a_stop_string_ended_goes_without_it(stop: str) -> None:
-    """The stop string that the model wrote is not in the next prompt."""
-    served = Served("mistral")
-    reply, _ = served.reply(served.asked(START), served.ids(TEXT), stop=[stop])
-    again = served.asked([*START, reply, user("And?")])
-    text = served.tokenizer.decode(again.ids.tolist())
-    assert reply["content"] in text
-    assert stop not in text
-
-
-def test_a_reply_ends_where_its_last_token_contains_the_stop_string_first() -> None:
-    """What was written before that token is not fed again."""
-    served = Served("mistral")
-    written, asked = served.ids(TEXT.strip()), served.asked(START).ids.tolist()
-    (year,) = served.tokenizer.encode(" 2024", add_special_tokens=False)
-    reply, _ = served.reply(served.asked(START), [*written, year], stop=["2"])
-    again = served.asked([*START, reply, user("And?")])
-    assert again.ids[: len(asked) + len(written)].tolist() == [*asked, *written]
 
 
 def test_control_tokens_that_were_read_as_text_come_back_as_text() -> None:
