@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
-import psutil
 import pytest
 
-from tests.server.api import CHAT, END_IDS, MESSAGES, Api, read_all, request, until, user
+from tests.server.api import CHAT, MESSAGES, Api, read_all, request, user
 
 BODY: dict[str, Any] = {"model": "m", "messages": [user("Hi")], "max_tokens": 2}
 CLOSE = "Connection: close"
@@ -110,20 +109,3 @@ def test_a_web_page_is_not_let_in(llama: Api) -> None:
             got = read_all(sock)
         assert got.startswith(b"HTTP/1.1 403")
         assert b"access-control" not in got.lower()
-
-
-def test_a_reader_that_stalls_holds_up_nobody(llama: Api) -> None:
-    """Others are answered at once while it does not read; when it goes, its request ends."""
-    body = BODY | {"max_tokens": 50_000, "stream": True, "logit_bias": END_IDS}
-    with llama.raw(request(CHAT, body, "X-Session-Id: stalled"), buffer=2048):
-        llama.wait("stalled", "decode")
-        for _ in range(5):
-            assert llama.chat([user("Hi")], tokens=4).generated == 4
-        assert llama.record_of("stalled")["status"] == "decode"
-    llama.wait("stalled", "cancelled", seconds=5)
-
-
-def test_connections_are_given_back(llama: Api) -> None:
-    """No broken connection is kept."""
-    process = psutil.Process(llama.served.process.pid)
-    until(lambda: process.num_fds() < 60, 10, lambda: str(process.num_fds()))

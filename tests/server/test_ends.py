@@ -3,36 +3,22 @@
 from __future__ import annotations
 
 import signal
-import threading
 import time
 from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
 
 from tests.conftest import ToyMaker
 from tests.forked import served
 from tests.server.api import CHAT, MESSAGES, Api, request, user, words
+from tests.server.test_faults import Reader
 
 
-class Reader(threading.Thread):
-    """A request whose whole answer is read."""
-
-    def __init__(self, url: str, path: str, *, stream: bool):
-        super().__init__(daemon=True)
-        self.url, self.path, self.stream = url, path, stream
-        self.answer: httpx.Response | None = None
-        self.start()
-
-    def run(self) -> None:
-        body: dict[str, Any] = {
-            "model": "m",
-            "messages": [user(words(len(self.path) + self.stream, 6000))],
-            "max_tokens": 5,
-            "stream": self.stream,
-        }
-        self.answer = httpx.post(self.url + self.path, json=body, timeout=60)
+def begin(api: Api, path: str, stream: bool) -> Reader:
+    """A request whose prompt takes long."""
+    messages = [user(words(len(path) + stream, 6000))]
+    body = {"messages": messages, "max_tokens": 5, "stream": stream}
+    return Reader(api, path, body, f"{path} {stream}")
 
 
 @pytest.mark.parametrize(
@@ -43,9 +29,7 @@ def test_a_signal_during_a_prefill(toy: ToyMaker, tmp_path: Path, number: int) -
     with served("--model", str(toy("llama")), home=tmp_path) as running:
         api = Api(running)
         readers = [
-            Reader(api.url, path, stream=stream)
-            for path in (CHAT, MESSAGES)
-            for stream in (False, True)
+            begin(api, path, stream) for stream in (False, True) for path in (CHAT, MESSAGES)
         ]
         while len(api.http.get("/v1/requests").json()["data"]) < 4:
             time.sleep(0.02)
@@ -56,9 +40,8 @@ def test_a_signal_during_a_prefill(toy: ToyMaker, tmp_path: Path, number: int) -
         assert time.monotonic() - began < 10
         for reader in readers:
             reader.join(5)
-            assert reader.answer is not None
-            assert reader.answer.status_code in ((200, 503) if reader.stream else (503,))
-            assert "The server is stopping." in reader.answer.text
+            assert reader.status in ((200, 503) if reader.body["stream"] else (503,))
+            assert "The server is stopping." in reader.text
         assert "Traceback" not in running.output
 
 

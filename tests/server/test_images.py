@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from tests.muse.toy import picture
-from tests.server.api import CHAT, COUNT, MESSAGES, Api, user
+from tests.server.api import CHAT, COUNT, MESSAGES, Api
 from tests.server.conftest import Start
 
 
@@ -114,11 +114,3 @@ def test_what_is_no_picture_is_a_bad_request(muse: Api, data: str) -> None:
     assert response.status_code == 400
     said = "messages[0].content[1]: An image cannot be read"
     assert response.json()["error"]["message"].startswith(said)
-
-
-def test_a_text_model_refuses_images(llama: Api) -> None:
-    response = llama.post(CHAT, {"messages": [see(part(1))]})
-    assert response.status_code == 400
-    assert "image_url" in response.json()["error"]["message"]
-    body = {"model": "m", "max_tokens": 9, "messages": [user("x"), see(block(1))]}
-    assert llama.post(MESSAGES, body).status_code == 400

@@ -7,7 +7,6 @@ messages of the earlier request of that kind a request repeats.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,10 +22,11 @@ from tests.scripted import scripted
 from tests.server.api import CHAT, MESSAGES, Api, events, until, user, words
 from tests.server.browser import browsing, installed
 from tests.server.dashboard import Page
+from tests.server.recording import read_json
 from tests.toys.adapter import make_adapter
 
 NEW = 64
-ROUTED = json.loads(Path(__file__).with_name("routed.json").read_text(encoding="utf-8"))
+ROUTED = read_json("routed.json")
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +125,7 @@ def test_titles_and_sub_agents_leave_the_conversation_warm(api: Api) -> None:
         body = ROUTED["bodies"][of] | {"messages": talks[of]}
         response = api.post(MESSAGES, body)
         assert response.status_code == 200, response.text
-        record = finished(api, response.headers["x-mlxcache-request"])
+        record = api.finished(response.headers["x-mlxcache-request"])
         assert record["model"] == ("large" if of == "main" else "small"), of
         held = large_tree(api)
         if of != "main":
@@ -137,11 +137,6 @@ def test_titles_and_sub_agents_leave_the_conversation_warm(api: Api) -> None:
             assert record["lost"] is None
         before[of], kept = record["prompt_tokens"] + record["generated_tokens"], held
     assert [one["of"] for one in ROUTED["requests"]].count("main") == 5
-
-
-def finished(api: Api, id: str) -> dict[str, Any]:
-    until(lambda: api.record(id)["status"] == "done", 10, lambda: str(api.record(id)))
-    return api.record(id)
 
 
 def large_tree(api: Api) -> int:

@@ -25,10 +25,8 @@ import pytest
 from tests.conftest import ToyMaker
 from tests.muse.toy import picture
 from tests.scripted import scripted
-from tests.server.api import Api, until, words
-
-SPARE = 64
-"""Most tokens that a turn may feed beyond its new ones."""
+from tests.server.api import Api, words
+from tests.server.recording import SPARE, check_turn
 
 TOOL_PARTS = (
     "{{- '<|im_start|>user\\n<tool_response>\\n' + message.content -}}",
@@ -252,18 +250,6 @@ def _muse_call(found: re.Match[str]) -> str:
     return f"<atem:function_calls>{invoked}</atem:function_calls>"
 
 
-def ended(api: Api, id: str) -> dict[str, Any]:
-    """Return the record of a request that is over."""
-    found: dict[str, Any] = {}
-
-    def is_over() -> bool:
-        found.update(api.record(id))
-        return bool(found["status"] == "done")
-
-    until(is_over, 10, lambda: f"the end of {found}")
-    return found
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("client", [ClaudeCode, OpenAISdk])
 def test_every_turn_feeds_what_is_new_in_it(
@@ -283,17 +269,15 @@ def test_every_turn_feeds_what_is_new_in_it(
                 if turn is TURNS[TEN]:
                     talk.clear(DROPPED)
                 talk.show(turn)
-                done.append(ended(api, talk.send(api)))
+                done.append(api.finished(talk.send(api)))
             assert server.stop() == 0
     before, dropped = done[DROPPED - 1], done.pop(TEN)
     for one, now in pairwise(done[:TEN]):
-        new = now["prompt_tokens"] - one["prompt_tokens"] - one["generated_tokens"]
-        assert now["fed_tokens"] <= new + SPARE, now
+        check_turn(one, now)
         assert not (now["lost"] or {}).get("lost_tokens"), now
     assert done[RESTART]["restored_tokens"] > done[RESTART - 1]["prompt_tokens"]
     until_image = before["prompt_tokens"] + before["generated_tokens"]
     assert until_image - SPARE <= dropped["cached_tokens"] < until_image + SPARE
     assert dropped["lost"]["at_token"] >= until_image - SPARE
     (last,) = done[TEN:]
-    new = last["prompt_tokens"] - dropped["prompt_tokens"] - dropped["generated_tokens"]
-    assert last["fed_tokens"] <= new + SPARE
+    check_turn(dropped, last)

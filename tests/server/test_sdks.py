@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,7 +13,6 @@ from tests.server.api import END_IDS, Api, user, words
 
 QUESTION = [{"role": "system", "content": "You are helpful."}, user("Tell me about lists.")]
 TOOL = {"name": "read", "description": "Reads a file.", "input_schema": {"type": "object"}}
-HEADERS = {"X-Session-Id": "first", "X-Claude-Code-Session-Id": "second"}
 FUNCTION = {"name": "read", "description": "Reads a file.", "parameters": {"type": "object"}}
 
 
@@ -55,29 +53,6 @@ class TestOpenAI:
         assert usage.prompt_tokens == whole.usage.prompt_tokens
         assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens - 1
         assert usage.completion_tokens == whole.usage.completion_tokens == 40
-
-    @pytest.mark.parametrize("stream", [False, True])
-    def test_a_stop_string_ends_the_reply_and_is_no_part_of_it(
-        self, ask: Any, stream: bool
-    ) -> None:
-        full = ask().choices[0].message.content
-        stop = full[len(full) // 2 :][:5]
-        got = ask(stop=[stop], stream=stream)
-        text = text_of(got)[0] if stream else got.choices[0].message.content
-        assert text == full[: full.index(stop)]
-        if not stream:
-            assert got.choices[0].finish_reason == "stop"
-
-    def test_log_probabilities_are_of_the_tokens_of_the_text(self, ask: Any) -> None:
-        reply = ask(logprobs=True, top_logprobs=3).choices[0]
-        tokens = reply.logprobs.content
-        assert len(tokens) == 40
-        assert all(len(token.top_logprobs) == 3 for token in tokens)
-        assert all(token.logprob == token.top_logprobs[0].logprob <= 0 for token in tokens)
-        whole = [token for token in tokens if "\ufffd" not in token.token]
-        assert whole
-        assert all(bytes(token.bytes).decode() in reply.message.content for token in whole)
-        assert all(token.bytes for token in tokens)
 
     def test_a_seed_draws_the_same_alone_and_beside_others(self, ask: Any) -> None:
         def drawn(seed: int) -> str:
@@ -122,21 +97,6 @@ class TestAnthropic:
             blocks = [block.to_dict() for block in reply.content]
             messages += [{"role": "assistant", "content": blocks or "."}, user(words(turn + 2, 9))]
         assert seen == {"thinking", "text"}
-
-    def test_a_stream_builds_what_a_whole_reply_is(self, claude: anthropic.Anthropic) -> None:
-        """Blocks, signatures, reasons and counts."""
-        wishes: dict[str, Any] = {
-            "model": "any",
-            "max_tokens": 60,
-            "messages": [user("Hi")],
-            "extra_body": {"temperature": 0},
-        }
-        whole = claude.messages.create(**wishes)
-        with claude.messages.stream(**wishes) as stream:
-            built = stream.get_final_message()
-        assert built.to_dict()["content"] == whole.to_dict()["content"]
-        assert built.stop_reason == whole.stop_reason
-        assert built.usage.output_tokens == whole.usage.output_tokens
 
     def test_counts_are_disjoint_and_add_up(self, claude: anthropic.Anthropic) -> None:
         """Read, created up to the mark, and the rest; count_tokens says the same sum."""
@@ -211,25 +171,6 @@ class TestAnthropic:
 
 
 class TestLabels:
-    @pytest.mark.parametrize(
-        ("headers", "user_id", "label"),
-        [
-            (HEADERS, '{"session_id": "third"}', "first"),
-            ({"X-Claude-Code-Session-Id": "second"}, '{"session_id": "third"}', "second"),
-            ({}, '{"session_id": "third"}', "third"),
-            ({}, "user_x_account__session_0a1b2c3d-1111", "0a1b2c3d-1111"),
-            ({}, "just a name", r"ses_\w+"),
-        ],
-    )
-    def test_the_first_of_several_wins(
-        self, llama: Api, headers: dict[str, str], user_id: str, label: str
-    ) -> None:
-        """As GET /v1/requests shows. Without a label it is the session's id."""
-        body = {"model": "m", "max_tokens": 1, "messages": [user("Hi")]}
-        response = llama.post("/v1/messages", body | {"metadata": {"user_id": user_id}}, **headers)
-        session = llama.record(response.headers["x-mlxcache-request"])["session"]
-        assert re.fullmatch(label, session)
-
     def test_a_prompt_cache_key_is_a_label(self, llama: Api) -> None:
         """The last of all, and never a key of the cache."""
         answers = [llama.chat([user(words(60, 30))], prompt_cache_key=key) for key in ("a", "b")]
