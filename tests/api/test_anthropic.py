@@ -249,7 +249,6 @@ class TestSettingsOfTheReply:
         ),
         ({"output_config": {"effort": "medium"}}, {"thinking_budget": 8192}),
     ],
-    ids=str,
 )
 async def test_what_is_asked_reaches_the_engine(
     client: httpx.AsyncClient, engine: FakeEngine, body: Any, job: dict[str, Any]

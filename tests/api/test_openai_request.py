@@ -63,7 +63,6 @@ def ended(**fields: Any) -> dict[str, Any]:
         ({"tools": [WEATHER], "parallel_tool_calls": False}, {"parallel_tools": False}),
         ({"response_format": FORM}, {"format": OutputFormat("json_schema", '{"type":"object"}')}),
     ],
-    ids=str,
 )
 async def test_what_is_asked_reaches_the_engine(
     client: httpx.AsyncClient, engine: FakeEngine, body: Any, job: dict[str, Any]
@@ -98,7 +97,6 @@ async def test_what_is_asked_reaches_the_engine(
         (ended(content="", tool_calls=CALLED), {"continue_final": False}),
         (ended(content="Text", tool_calls=CALLED), {"continue_final": False}),
     ],
-    ids=str,
 )
 async def test_what_is_asked_is_rendered(
     client: httpx.AsyncClient, engine: FakeEngine, body: Any, expected: dict[str, Any]
