@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from mlxcache import names
 from mlxcache.api import access, http, record
 from mlxcache.cache import (
     checkpoints,
@@ -25,12 +24,11 @@ from mlxcache.config.settings import MOST_DRAFTED
 from mlxcache.engine import keep_awake, metrics
 from mlxcache.explain import compare
 from mlxcache.model import chat_template
-from mlxcache.prompt import marks, replies
+from mlxcache.prompt import replies
 from mlxcache.scheduling import loop_guard
 from mlxcache.sessions import journal
-from mlxcache.store import leaves, reply_rows, session_rows, snapshot_format, store
+from mlxcache.store import leaves, reply_rows, session_rows, store
 from mlxcache.tree import eviction
-from mlxcache.types import Sampling
 from mlxcache.wire import decode, openai_request
 from tests.docs.blocks import BLOCKS, ROOT
 from tests.served import Served, served
@@ -42,21 +40,18 @@ FACTS = (
     ("configuration", r"memory; at least (\S+ MB)\.", sizes.MIN_RAM),
     ("configuration", r"memory, at least (\S+ GB) and at most 16 GB, is", sizes.LEAST_LEFT),
     ("configuration", r"at least 4 GB and at most (\S+ GB), is", sizes.MOST_LEFT),
-    ("service", r"waits (\d+) seconds at its next start", serve.FIRST_S),
+    ("operations", r"waits (\d+) seconds at its next start", serve.FIRST_S),
     ("operations", r"such panics of the last (\d+) days", machine.PANIC_DAYS),
-    ("configuration", r"footprint by (\d+)% \(at", round(100 * pressure.TOLERANCE)),
-    ("configuration", r"at least (\S+ MiB)\)\. At a warning", pressure.MIN_TOLERANCE),
+    ("configuration", r"budget and start by (\d+)%", round(100 * pressure.TOLERANCE)),
     ("configuration", r"repeated the same 1 to ([\d,]+) tokens", loop_guard.LONGEST),
     ("configuration", r"\| (\d+) or more \| 1,000 tokens", loop_guard.OFTEN),
     ("configuration", r"\| 50 or more \| ([\d,]+) tokens", loop_guard.OFTEN_TOKENS),
     ("configuration", r"\| (\d+) or more \| 4,000 tokens", loop_guard.SELDOM),
     ("configuration", r"\| 8 or more \| ([\d,]+) tokens", loop_guard.SELDOM_TOKENS),
-    ("configuration", r"applies to the newest (\d+) tokens", Sampling().repetition_context),
     ("configuration", r"tokens drafted at once, 1 to (\d+);", MOST_DRAFTED),
     ("configuration", r"and for (\d+) seconds after the last, `off`", keep_awake.GRACE_S),
-    ("sessions", r"A name has at most (\d+) characters", names.MAX_NAME),
     ("sessions", r"At most ([\d,]+) sessions are kept", session_rows.MOST_SESSIONS),
-    ("sessions", r"it has continued for (eight) turns", leaves.SETTLED_TURNS),
+    ("sessions", r"has gone on for (eight) turns", leaves.SETTLED_TURNS),
     ("http-api", r"a body of (\S+ MiB) \(413\)", http.ApiSettings().max_body_bytes),
     ("http-api", r"with (\d+) levels of nesting \(400\)", decode.MAX_DEPTH),
     ("http-api", r"headers must arrive within (\d+) seconds", protocol.HEAD_SECONDS),
@@ -69,23 +64,21 @@ FACTS = (
     ("http-api", r"`low` ([\d,]+),", EFFORTS["low"]),
     ("http-api", r"`medium` ([\d,]+),", EFFORTS["medium"]),
     ("http-api", r"`high` ([\d,]+);", EFFORTS["high"]),
-    ("how-caching-works", r"every ([\d,]+) tokens of a long message", checkpoints.SPACING),
-    ("how-caching-works", r"positions less than (\d+) tokens apart", marks.MARK_DISTANCE),
-    ("how-caching-works", r"at most (\d+) in a row", main_conversation.MAX_SIDE_REQUESTS),
-    ("how-caching-works", r"no more than (\d+) tokens of a prompt", restore.MIN_UNKNOWN),
-    ("how-caching-works", r"the same value, up to (seven) uses\. A \[side", eviction.MOST_USES),
+    ("how-caching-works", r"and every ([\d,]+) tokens\. A prompt", checkpoints.SPACING),
+    ("how-caching-works", r"up to (\d+) in a row", main_conversation.MAX_SIDE_REQUESTS),
+    ("how-caching-works", r"Up to (\d+) tokens that are missing", restore.MIN_UNKNOWN),
+    ("how-caching-works", r"uses \(up to (seven)\)", eviction.MOST_USES),
     ("disk-format", r"A run has at most ([\d,]+) tokens or", path_write.RUN_TOKENS),
     ("disk-format", r"2,048 tokens or (\S+ MiB), so", path_write.RUN_BYTES),
     ("canonicalisation", r"same content is used\. (\S+ MiB)", replies.LIMIT_BYTES),
-    ("snapshots", r"at most ([\d,]+), with at most 524,288", reply_rows.MOST_KEYS),
-    ("snapshots", r"2,048, with at most ([\d,]+) tokens", snapshot_format.MOST_REPLY_TOKENS),
+    ("sessions", r"the newest ([\d,]+) replies", reply_rows.MOST_KEYS),
     ("security", r"at most once in (\d+) seconds", access.LOG_INTERVAL_S),
     ("security", r"it is stopped after (\d+) seconds", chat_template.RENDER_SECONDS),
     ("security", r"may have ([\d,]+) characters", chat_template.SOURCE),
     ("security", r"a value in it ([\d,]+),", chat_template.LIMIT),
     ("security", r"for one prompt (\d GiB) in all", chat_template.TOTAL),
-    ("explain", r"At most ([\d,]+) files and", record.MAX_FILES),
-    ("explain", r"files and (\S+ MB) are kept", record.MAX_BYTES),
+    ("how-caching-works", r"At most ([\d,]+) files and", record.MAX_FILES),
+    ("how-caching-works", r"files and (\S+ MB) are kept", record.MAX_BYTES),
     ("troubleshooting", r"writing and reading (\S+ MiB)", disk.TEST_BYTES),
     ("troubleshooting", r"it was missing, at most (\d+), are then added", journal.MAX_LATE),
     ("troubleshooting", r"4 s and so on, up to every (\d+) s\.", write_behind.RETRY_S),
