@@ -126,8 +126,8 @@ class Placement:
         with self.charged(owner, owner.capacity + tail):
             self._split_node(match, end)
             twin = owner.detach(end, end + tail)
+            self._ram.set_idle(twin)
         self._tree.retarget([n for n in self._tree.holders(owner) if n.start >= end], twin)
-        self._ram.set_idle(twin)
         return True
 
     def _split_node(self, match: Match, position: int) -> Node:

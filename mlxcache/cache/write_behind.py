@@ -242,8 +242,9 @@ class WriteBehind:
         wanted = [(each.end, each.checkpoint) for each in above if each.checkpoint is not None]
         if self.layout.specs or wanted:
             self._drop([p for p in self._paths if p.stage == "resting" and p.node in above])
+            path = PathWrite(node, ids, wanted, reused, whole)
             self._tree.lock(node)
-            self._paths.append(PathWrite(node, ids, wanted, reused, whole))
+            self._paths.append(path)
 
     def count_locks(self, node: Node) -> int:
         return sum(node in path.node.path() for path in self._paths)
