@@ -129,22 +129,28 @@ def reuse(family: Family) -> str:
 
 
 def table(found: Iterable[Family]) -> str:
-    """The table of families, in Markdown."""
-    lines = [
-        f"As of mlx-lm {version('mlx-lm')}:",
-        "",
-        "| model | classes | reused from | batches | `--kv-bits` | remark |",
-        "|---|---|---|---|---|---|",
-    ]
+    """The families in Markdown, one row for those that are alike, and remarks below it."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    remarks = []
     for family in found:
-        classes = ", ".join(f"`{name}`" for name in family.classes)
+        classes = ", ".join(f"`{name}`" for name in sorted(family.classes))
         bits = {True: "yes", False: "no", None: "not tried"}[family.quantised]
         batches = "yes" if family.batches else "no"
+        rows.setdefault((classes, reuse(family), batches, bits), []).append(f"`{family.module}`")
         remark = REMARKS.get(family.module, "")
         if family.module in PROCESSORS:
             remark = "; ".join(filter(None, [remark, "takes [images](http-api.md#images)"]))
-        cells = (f"`{family.module}`", classes, reuse(family), batches, bits, remark)
-        lines.append(f"| {' | '.join(cells)} |".replace("|  |", "| |"))
+        if remark:
+            remarks.append(f"- `{family.module}`: {remark}")
+    lines = [
+        f"As of mlx-lm {version('mlx-lm')}:",
+        "",
+        "| classes | reused from | batches | `--kv-bits` | models |",
+        "|---|---|---|---|---|",
+        *(f"| {' | '.join(cells)} | {', '.join(names)} |" for cells, names in rows.items()),
+        "",
+        *remarks,
+    ]
     return "\n".join(lines)
 
 
