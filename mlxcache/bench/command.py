@@ -34,7 +34,7 @@ from mlxcache.bench.process import (
     parse_against,
 )
 from mlxcache.bench.replay import Replay, show_replay
-from mlxcache.bench.scenarios import PARTING, SCENARIOS, Filler, Visit
+from mlxcache.bench.turns import PARTING, SCENARIOS, Filler, Visit
 from mlxcache.config import parse_size
 from mlxcache.config.models import DEMO_ID
 from mlxcache.errors import MlxcacheError

@@ -21,7 +21,7 @@ import psutil
 from mlxcache.bench.client import Client
 from mlxcache.bench.findings import Findings
 from mlxcache.bench.process import Launch, OwnTime, Server, measuring, mlx_lm_server, ours
-from mlxcache.bench.scenarios import Filler
+from mlxcache.bench.turns import Filler
 from mlxcache.errors import ModelError
 
 WORKING_BYTES = 1_500_000_000

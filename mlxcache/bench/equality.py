@@ -15,7 +15,7 @@ import numpy as np
 from mlxcache.bench.context import Scale
 from mlxcache.bench.device_faults import ERRORS, FailingDevice, failing
 from mlxcache.bench.findings import Findings, NotApplicable
-from mlxcache.bench.inside import GREEDY, Inside, drained, running_inside
+from mlxcache.bench.own_engine import GREEDY, Inside, drained, running_inside
 from mlxcache.engine.runtime import ModelRuntime
 from mlxcache.errors import GenerationFailed
 from mlxcache.guess.rule import LENGTHS, PassCosts

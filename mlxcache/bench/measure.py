@@ -12,7 +12,7 @@ from typing import Any
 from mlxcache.bench.client import Client, Refused, Reply
 from mlxcache.bench.findings import Check, by, middle
 from mlxcache.bench.process import OURS, THEIRS, NotStarted, OwnTime, Server
-from mlxcache.bench.scenarios import AGAIN, SCENARIOS, Outcome, Visit, restart
+from mlxcache.bench.turns import AGAIN, SCENARIOS, Outcome, Visit, restart
 
 SETTLE_S = 0.05
 """Pause in seconds between two servers, so that writes of one do not slow down the other."""

@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
-from mlxcache.bench import findings, outside
+from mlxcache.bench import findings, prove_http
 from mlxcache.bench.command import check_names, scratch
 from mlxcache.bench.context import (
     FULL,
@@ -89,7 +89,7 @@ def load_in_child(model: str, folder: Path) -> Path:
 
 def _ask_child(name: str, options: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     log = folder / f"within-{name}.log"
-    command = [sys.executable, "-m", "mlxcache.bench.within", name, json.dumps(options)]
+    command = [sys.executable, "-m", "mlxcache.bench.prove_engine", name, json.dumps(options)]
     with log.open("wb") as errors:  # a session of its own: Ctrl-C is for this process alone
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, text=True,
@@ -113,18 +113,18 @@ def scale_for(subject: Subject, scale: Scale) -> Scale:
 SCENARIOS: Mapping[str, Scenario] = {
     "equality": in_child("equality"),
     "device_error": in_child("device_error"),
-    "first_token": outside.first_token,
-    "decode": outside.decode,
-    "command_buffers": outside.command_buffers,
+    "first_token": prove_http.first_token,
+    "decode": prove_http.decode,
+    "command_buffers": prove_http.command_buffers,
     "speculation": in_child("speculation"),
-    "prefill": outside.prefill,
+    "prefill": prove_http.prefill,
     "restore_speed": in_child("restore_speed"),
     "write_behind": in_child("write_behind"),
     "peak_memory": in_child("peak_memory"),
     "growth": in_child("growth"),
-    "awake": outside.awake,
-    "churn": outside.churn,
-    "first_token_long": outside.first_token_long,
+    "awake": prove_http.awake,
+    "churn": prove_http.churn,
+    "first_token_long": prove_http.first_token_long,
 }
 """All scenarios, in the order in which they run on a model."""
 

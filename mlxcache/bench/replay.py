@@ -16,7 +16,7 @@ from rich.console import Console
 from mlxcache.bench.client import Client, Reply
 from mlxcache.bench.process import Launch, ours, running
 from mlxcache.bench.report import table_of
-from mlxcache.bench.scenarios import Filler
+from mlxcache.bench.turns import Filler
 from mlxcache.config import format_size
 from mlxcache.errors import ConfigError
 from mlxcache.model.examine import examine

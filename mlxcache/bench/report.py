@@ -12,7 +12,7 @@ from rich.table import Table
 from mlxcache.bench.findings import Check, Findings, middle, quantity
 from mlxcache.bench.measure import RESTART, Results, Samples
 from mlxcache.bench.process import OURS, Server
-from mlxcache.bench.scenarios import PARTING, SCENARIOS
+from mlxcache.bench.turns import PARTING, SCENARIOS
 
 WIDTH = 120
 HEADINGS = {

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from mlxcache.bench import within as disk
+from mlxcache.bench import prove_engine as disk
 from mlxcache.bench.context import Scale
 from mlxcache.bench.findings import Findings, NotApplicable
-from mlxcache.bench.within import (
+from mlxcache.bench.prove_engine import (
     BY_MSYNC,
     CACHED_BYTES_S,
     DISK,

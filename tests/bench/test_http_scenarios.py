@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from mlxcache.bench import context as module
-from mlxcache.bench import outside
+from mlxcache.bench import prove_http
 from mlxcache.bench.client import Refused, Reply
 from mlxcache.bench.context import Clock, Context, Scale, Subject
 from mlxcache.bench.findings import Findings, NotApplicable
@@ -129,8 +129,8 @@ def medians(found: Findings, title: str) -> dict[str, dict[str, float]]:
 
 def test_first_tokens_are_taken_in_every_state(context: Played) -> None:
     """Cold once, warm and restored several times, each restart with its own end."""
-    outside.first_token(context)
-    found = medians(context.found, outside.TIMES)
+    prove_http.first_token(context)
+    found = medians(context.found, prove_http.TIMES)
     assert found[f"100 tokens, {OURS}"] == {
         "cold": 0.1, "warm": 0.011, "the model's own": 0.010, "restored": 0.011,
         "after kill -9": 0.011,
@@ -144,12 +144,12 @@ def test_first_tokens_are_taken_in_every_state(context: Played) -> None:
 
 def test_the_bound_on_warm_turns_is_checked_on_long_prompts(context: Played) -> None:
     """11 ms by 10 ms is 1.1; without the model's own time there is nothing to check."""
-    outside.first_token_long(context)
+    prove_http.first_token_long(context)
     (check,) = context.found.checks
     assert (round(check.measured, 6), check.bound) == (1.1, 1.10)
     context.cuttable = False
     context.found.checks.clear()
-    outside.first_token_long(context)
+    prove_http.first_token_long(context)
     assert context.found.checks == []
     assert "was not measured" in context.found.unchecked[-1].why
 
@@ -158,24 +158,24 @@ def test_a_server_that_restores_nothing_fails(context: Played) -> None:
     """Its first token would be a cold one under the name of a restored one."""
     context.more = {"forgets": True}
     with pytest.raises(ValueError, match="nothing was restored"):
-        outside.first_token(context)
+        prove_http.first_token(context)
 
 
 def test_own_time_is_taken_afterwards_where_memory_is_short(context: Played) -> None:
     """Room for one process, not for two."""
     context.usable_bytes = 2_000_000_000
-    outside.first_token_long(context)
+    prove_http.first_token_long(context)
     assert len(context.found.checks) == 1
     assert any("after the server's" in note for note in context.found.notes)
 
 
 def test_decoding_is_compared_pair_by_pair(context: Played) -> None:
     """Seven tokens in 0.1 s are 70 tokens/s, as of the model by itself."""
-    outside.decode(context)
-    found = medians(context.found, outside.DECODE)
+    prove_http.decode(context)
+    found = medians(context.found, prove_http.DECODE)
     assert round(found[f"100 tokens, {OURS}"]["one reply"], 6) == 70
     by_itself = {"one reply": 70, "peak beyond the first token's memory": 5e6}
-    assert found[f"100 tokens, {outside.GENERATE}"] == by_itself
+    assert found[f"100 tokens, {prove_http.GENERATE}"] == by_itself
     assert found[f"100 tokens, {THEIRS}"]["2 at once, all"] > 0
     (check,) = context.found.checks
     assert (round(check.measured, 6), check.bound, check.least) == (1.0, 0.97, True)
@@ -185,20 +185,20 @@ def test_short_replies_have_no_speed(context: Played) -> None:
     """One token per reply: the scenario fails."""
     context.more = {"ends": True}
     with pytest.raises(ValueError, match="ended after 1 of 8 tokens"):
-        outside.decode(context)
+        prove_http.decode(context)
 
 
 def test_prompts_share_all_but_their_last_message(context: Played) -> None:
     """So that a crowd computes little, and no two join."""
-    prompts = list(itertools.islice(outside.endless_prompts(context, 500), 3))
+    prompts = list(itertools.islice(prove_http.endless_prompts(context, 500), 3))
     assert len({prompt[0]["content"] for prompt in prompts}) == 1
     assert len({prompt[1]["content"] for prompt in prompts}) == 3
 
 
 def test_prefill_has_a_figure_for_each_length_of_passes(context: Played) -> None:
     """And one for this server's own choice, of new text each time."""
-    outside.prefill(context)
-    (row,) = medians(context.found, outside.PREFILL).values()
+    prove_http.prefill(context)
+    (row,) = medians(context.found, prove_http.PREFILL).values()
     assert row["passes of 16"] == 64 * 16
     assert row[f"as {OURS} serves"] > 0
 
@@ -209,11 +209,11 @@ def test_two_sizes_of_command_buffers_are_compared(
     """In turn, at two servers; there is no bound, and no such buffers without Metal."""
     monkeypatch.setattr(sys, "platform", "linux")
     with pytest.raises(NotApplicable):
-        outside.command_buffers(context)
+        prove_http.command_buffers(context)
     monkeypatch.setattr(sys, "platform", "darwin")
-    outside.command_buffers(context)
+    prove_http.command_buffers(context)
     assert context.arguments == [((), LARGE), ((), OWN)]
-    (row,) = context.found.tables[outside.BUFFERS].values()
+    (row,) = context.found.tables[prove_http.BUFFERS].values()
     assert {column: len(one.samples) for column, one in row.items()} == {
         "large": SCALE.runs, "MLX's own": SCALE.runs,
     }  # fmt: skip
@@ -224,11 +224,11 @@ def test_churn_sends_two_streams_of_new_prompts_for_a_while(
     context: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Under a small budget, without a disk; that something was evicted is checked."""
-    monkeypatch.setattr(outside, "LASTING_S", 0.05)
-    outside.churn(context)
+    monkeypatch.setattr(prove_http, "LASTING_S", 0.05)
+    prove_http.churn(context)
     ((extra, _),) = context.arguments
     assert (extra[0], extra[2:]) == ("--ram", ("--disk", "off"))
-    (row,) = medians(context.found, outside.CHURN).values()
+    (row,) = medians(context.found, prove_http.CHURN).values()
     assert row["replies"] >= 2
     (check,) = context.found.checks
     assert check.ok
@@ -243,7 +243,7 @@ def test_a_refused_request_ends_the_churn(context: Played, monkeypatch: pytest.M
 
     monkeypatch.setattr(Server, "chat", refuse)
     with pytest.raises(Refused):
-        outside.churn(context)
+        prove_http.churn(context)
 
 
 def test_one_failed_reply_of_several_is_an_error() -> None:
@@ -257,7 +257,7 @@ def test_one_failed_reply_of_several_is_an_error() -> None:
 
     prompts = [[{"role": "user", "content": text}] for text in ("yes", "no")]
     with pytest.raises(Refused):
-        outside.rate_together(Refusing(OURS), prompts, 8)  # type: ignore[arg-type]
+        prove_http.rate_together(Refusing(OURS), prompts, 8)  # type: ignore[arg-type]
 
 
 # -- sleep -----------------------------------------------------------------------------------------
@@ -274,7 +274,7 @@ def mac(context: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any
     command.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setattr(sys, "platform", "darwin")
-    monkeypatch.setattr(outside, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(prove_http, "PATIENCE_S", 0.5)
 
     def play(*, holds: bool, lets_go: bool) -> None:
         def chat(*_: Any) -> None:
@@ -286,7 +286,7 @@ def mac(context: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any
                 assertions.write_text(before)
 
         monkeypatch.setattr(Server, "chat", chat)
-        outside.awake(context)
+        prove_http.awake(context)
 
     return play
 
@@ -295,7 +295,7 @@ def test_an_assertion_that_comes_and_goes_is_found(context: Played, mac: Any) ->
     """Another program's is not taken for it."""
     mac(holds=True, lets_go=True)
     assert context.found.notes
-    assert outside.asserting() == {7}
+    assert prove_http.asserting() == {7}
 
 
 @pytest.mark.parametrize(("holds", "wrong"), [(False, "no caffeinate while"), (True, "still held")])

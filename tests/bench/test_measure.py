@@ -20,7 +20,7 @@ from mlxcache.bench.measure import (
     speed_checks,
 )
 from mlxcache.bench.process import OURS, THEIRS
-from mlxcache.bench.scenarios import Outcome
+from mlxcache.bench.turns import Outcome
 
 LOG: list[tuple[str, str]] = []
 

@@ -14,7 +14,7 @@ from mlxcache.bench.findings import Check
 from mlxcache.bench.measure import RESTART, Figures, Plan, Results, Samples, measure, restart_checks
 from mlxcache.bench.process import OURS, THEIRS, NotStarted, Server
 from mlxcache.bench.report import restarts_json
-from mlxcache.bench.scenarios import Visit
+from mlxcache.bench.turns import Visit
 from tests.bench.test_command import bench
 from tests.bench.test_process import fake
 from tests.bench.test_scenarios import Words

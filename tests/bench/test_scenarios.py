@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from mlxcache.bench.client import Reply
-from mlxcache.bench.scenarios import AGAIN, CROWD, PARTING, SCENARIOS, Filler, Visit
+from mlxcache.bench.turns import AGAIN, CROWD, PARTING, SCENARIOS, Filler, Visit
 from tests.toys.tokenizer import toy_tokenizer
 
 Said = list[tuple[str, str]]

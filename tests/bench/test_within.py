@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from mlxcache.bench.context import QUICK
 from mlxcache.bench.findings import Findings
-from mlxcache.bench.within import peak_memory, split_at
+from mlxcache.bench.prove_engine import peak_memory, split_at
 from mlxcache.model import kv
 from mlxcache.model.load import Loaded
 from tests.toys.toy import make_toy

@@ -16,9 +16,9 @@ from mlxcache.bench.command import Bench, Options, check_names, conduct, launche
 from mlxcache.bench.context import Scale
 from mlxcache.bench.findings import Findings
 from mlxcache.bench.process import Server, measuring, running
+from mlxcache.bench.prove_engine import Scenario, restore_speed, write_behind
 from mlxcache.bench.replay import Replay
-from mlxcache.bench.scenarios import PARTING, SCENARIOS, Filler
-from mlxcache.bench.within import Scenario, restore_speed, write_behind
+from mlxcache.bench.turns import PARTING, SCENARIOS, Filler
 from mlxcache.model.hub import resolve
 from tests.proofs import models, under_load
 from tests.proofs.guided import guided

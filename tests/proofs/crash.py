@@ -23,7 +23,7 @@ import typer
 
 from mlxcache.bench.client import Client, Refused
 from mlxcache.bench.process import NotStarted, Server, ours
-from mlxcache.bench.scenarios import Filler
+from mlxcache.bench.turns import Filler
 from mlxcache.errors import NotFound, StoreError
 from mlxcache.store.sessions import Sessions
 from mlxcache.store.store import Store

@@ -13,7 +13,7 @@ from typing import Any
 
 from mlxcache.bench.context import Scale
 from mlxcache.bench.findings import Findings
-from mlxcache.bench.inside import Inside, drained, running_inside
+from mlxcache.bench.own_engine import Inside, drained, running_inside
 from mlxcache.types import Job, OutputFormat, Prompt
 
 TITLE = "Replies that follow a schema"

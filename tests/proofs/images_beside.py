@@ -24,7 +24,7 @@ from typing import Any
 
 from mlxcache.bench.client import Reply
 from mlxcache.bench.process import Launch, Server, ours, running
-from mlxcache.bench.scenarios import Filler
+from mlxcache.bench.turns import Filler
 from tests.toys.images import screenshot
 from tests.toys.toy import make_toy
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from mlxcache.bench.client import Client, Refused, Reply
 from mlxcache.bench.process import Launch
-from mlxcache.bench.scenarios import Filler
+from mlxcache.bench.turns import Filler
 from tests.proofs import models
 from tests.soak.reference import TOLERANCE, Reference
 

@@ -17,7 +17,7 @@ from statistics import median
 
 import numpy as np
 
-from mlxcache.bench.inside import Inside, running_inside
+from mlxcache.bench.own_engine import Inside, running_inside
 from mlxcache.engine.runtime import ModelRuntime
 from mlxcache.types import Finished, RequestRecord, Sampling, Tokens, join_ids, token_ids
 from tests.proofs import models

@@ -23,7 +23,7 @@ import typer
 
 from mlxcache.bench.client import Client, Refused, Reply
 from mlxcache.bench.process import NotStarted, Server
-from mlxcache.bench.scenarios import Filler
+from mlxcache.bench.turns import Filler
 from tests.proofs.crash import Kills, Minutes, Seed, Seen, conclude, look, told, watch
 from tests.proofs.pair import (
     NEW,

@@ -21,7 +21,7 @@ import typer
 from mlxcache.bench.client import Client, Refused, Reply
 from mlxcache.bench.findings import Check
 from mlxcache.bench.process import Launch, Server, running
-from mlxcache.bench.scenarios import Filler
+from mlxcache.bench.turns import Filler
 from mlxcache.config.memory import read_footprint
 from tests.proofs.pair import (
     NEW,

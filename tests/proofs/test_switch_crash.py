@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mlxcache.bench.client import Client, Refused, Reply
-from mlxcache.bench.scenarios import Filler
+from mlxcache.bench.turns import Filler
 from tests.conftest import ToyMaker
 from tests.proofs.pair import NEW, Conversation, Said, excess, wrong_texts
 from tests.proofs.switch_crash import DROPPED, FIRST, MOMENTS, READING, WRITING, Proof, struck

@@ -15,7 +15,7 @@ from typing import Any
 from mlxcache.bench.client import Client, Refused
 from mlxcache.bench.findings import Findings
 from mlxcache.bench.process import Server
-from mlxcache.bench.scenarios import Filler
+from mlxcache.bench.turns import Filler
 from tests.proofs.system_count import sampling
 
 TITLE = "Under load"

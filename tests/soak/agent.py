@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from mlxcache.bench.scenarios import Filler
+from mlxcache.bench.turns import Filler
 from mlxcache.scheduling.admission import MIN_UNKNOWN_BESIDE
 from tests.soak.ledger import Ledger, SessionTracker
 from tests.soak.plan import Step

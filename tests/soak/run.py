@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from mlxcache.bench.scenarios import Filler
+from mlxcache.bench.turns import Filler
 from tests.proofs import models
 from tests.proofs.features.plan import draw_conversation
 from tests.proofs.features.play import Difference, Pair, play

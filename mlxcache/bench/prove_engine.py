@@ -1,6 +1,6 @@
 """Scenarios that run an engine in a process of its own; here those of memory and of the disk.
 
-`python -m mlxcache.bench.within NAME OPTIONS` runs one and prints the `Findings` as JSON in
+`python -m mlxcache.bench.prove_engine NAME OPTIONS` runs one and prints the `Findings` as JSON in
 its last line. OPTIONS is a JSON object with `model` and `folder` (paths) and `scale` (the fields of
 `Scale`). A fatal error of the device thus ends only that process. The name `load` loads the model,
 so that a download or load can be ended at any time, and prints its `path`, or an `error`.
@@ -26,7 +26,7 @@ import mlx.core as mx
 from mlxcache.bench.context import Scale
 from mlxcache.bench.equality import device_error, equality, random_ids, speculation
 from mlxcache.bench.findings import Findings, NotApplicable, middle
-from mlxcache.bench.inside import Inside, Prepare, drained, running_inside
+from mlxcache.bench.own_engine import Inside, Prepare, drained, running_inside
 from mlxcache.engine.runtime import ModelRuntime
 from mlxcache.errors import ModelError
 from mlxcache.model.load import ModelSpec, load
