@@ -23,15 +23,12 @@ from mlxcache.errors import MlxcacheError
 from mlxcache.prompt.builder import PromptBuilder
 from mlxcache.prompt.chat_prompt import ChatPrompt
 from mlxcache.prompt.next_turn import append_reply
-from mlxcache.scheduling.prefill import Prefill
+from mlxcache.scheduling.prefill import IDLE_S, Prefill
 from mlxcache.scheduling.task import Task, for_owner
 from mlxcache.scheduling.wall import Wall
 from mlxcache.types import WARMING, Job, Piece, Prompt, RequestRecord, Tokens
 
 log = logging.getLogger("mlxcache.engine")
-
-CHUNK_S = 0.25
-"""Length of a chunk of idle prefill in seconds, and so the longest wait of a new request for it."""
 
 MIN_GAIN = 32
 """Minimum number of tokens left to feed for a turn to be computed in advance."""
@@ -126,7 +123,7 @@ class IdlePrefill:
         if task.lease is None and not self._start(turn):
             return turn.blocked
         began = task.held.length
-        self._prefill.feed_chunk(task, CHUNK_S)
+        self._prefill.feed_chunk(task, IDLE_S)
         self.tokens += task.held.length - began
         if task.remaining:
             return True

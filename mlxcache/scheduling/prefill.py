@@ -45,7 +45,15 @@ FIRST_ROUND_S = 0.05
 ALONE_S = 2.0
 WAITING_S = 1.0
 DECODING_S = 0.4
-"""Length of a chunk in seconds: alone, while other prompts wait, and while replies are decoded."""
+IDLE_S = 0.25
+"""Length of a chunk in seconds: alone, while other prompts wait, while replies are decoded, and
+while the server is idle, when a new request waits for it."""
+
+
+def chunk_seconds(*, waiting: bool, decoding: bool) -> float:
+    if decoding:
+        return DECODING_S
+    return WAITING_S if waiting else ALONE_S
 
 
 class PrefillDecodeBalance:
@@ -77,9 +85,9 @@ class PrefillDecodeBalance:
         if owing:
             self.owed += DECODE_SHARE * (self._clock() - began)
 
-    def note_reply(self, chunk_s: float) -> None:
+    def note_reply(self) -> None:
         """Record that a reply begins: it may decode before the next chunk of prefill."""
-        self.owed = max(self.owed, DECODE_SHARE * chunk_s)
+        self.owed = max(self.owed, DECODE_SHARE * DECODING_S)
 
     def due(self, left_s: float) -> float:
         """Return the seconds of decoding that are due before a prefill of `left_s` more seconds."""

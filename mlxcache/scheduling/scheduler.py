@@ -24,14 +24,7 @@ from mlxcache.scheduling.decoder import Drawn, NonFiniteOutput
 from mlxcache.scheduling.images import Images
 from mlxcache.scheduling.lanes import Lane, Lanes
 from mlxcache.scheduling.parts import WHOLE, Parts
-from mlxcache.scheduling.prefill import (
-    ALONE_S,
-    DECODING_S,
-    WAITING_S,
-    Limits,
-    Prefill,
-    PrefillDecodeBalance,
-)
+from mlxcache.scheduling.prefill import Limits, Prefill, PrefillDecodeBalance, chunk_seconds
 from mlxcache.scheduling.speculation import Speculation
 from mlxcache.scheduling.task import Outcome, Output, Task
 from mlxcache.types import FinishReason
@@ -300,14 +293,15 @@ class Scheduler:
         if task.restoring:
             self._restore(task)
             return
-        seconds = WAITING_S if len(self.prefilling) > 1 or self.waiting else ALONE_S
-        self.prefill.feed_chunk(task, DECODING_S if len(self.lanes) or sharing else seconds)
+        waiting = len(self.prefilling) > 1 or bool(self.waiting)
+        decoding = bool(len(self.lanes)) or sharing
+        self.prefill.feed_chunk(task, chunk_seconds(waiting=waiting, decoding=decoding))
         if self.prefill.confirmed:
             self._device_errors = 0
         if task.remaining == 0:
             self.lanes.enter(task)
             self.prefilling.remove(task)
-            self.balance.note_reply(DECODING_S)
+            self.balance.note_reply()
         self._persist(task)
 
     def _may_repeat(self, task: Task, error: Exception) -> bool:

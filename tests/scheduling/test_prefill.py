@@ -70,7 +70,7 @@ def test_what_is_owed_to_replies() -> None:
     assert idle.owed == 0
     alone.prefill(lambda: clock.wait(30.0), owing=False)
     assert alone.due(60.0) <= 0
-    begun.prefill(lambda: begun.note_reply(0.4), owing=False)
+    begun.prefill(begun.note_reply, owing=False)
     assert begun.due(60.0) > 0.4
     assert begun.due(0.5) <= 0  # a short burst still goes first
 
