@@ -27,6 +27,9 @@ from mlxcache.engine.keep_awake import CAFFEINATE
 COMMAND_S = 10.0
 """Timeout of a command in seconds; system_profiler takes seconds on some machines."""
 
+OPEN_FILES = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+"""The shell's limit: mlx-lm lowers that of the process when it is imported."""
+
 FEWEST_FILES = 512
 """Minimum limit of open files and connections for a server; a Mac's shells set 256."""
 
@@ -243,9 +246,8 @@ def examine_versions(package: str = "mlxcache") -> Finding:
     return judge("versions", value, (bool(wrong), "fail", remedy), figures=found)
 
 
-def examine_files(limit: int | None = None) -> Finding:
-    """Check this process's limit of open files, or `limit`, for a server from the same shell."""
-    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if limit is None else limit
+def examine_files(soft: int = OPEN_FILES) -> Finding:
+    """Check the limit of open files for a server from the same shell."""
     unlimited = soft in (resource.RLIM_INFINITY, -1)
     remedy = "ulimit -n 4096, in the shell that starts the server"
     return judge(
