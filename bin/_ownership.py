@@ -32,6 +32,7 @@ LIMITS = {
 
 FOREIGN = {
     "cli.main": {"parameter.metavar": "typer's option for --help has no argument for it"},
+    "cli.serve": {"resource.setrlimit": "mlx-lm calls it when it is imported"},
     "cli.server": {
         "self.config.timeout_graceful_shutdown": "uvicorn's, set when a second signal comes"
     },

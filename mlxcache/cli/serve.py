@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -49,7 +50,8 @@ def serve(*, flags: Flags, config: Config = None) -> None:
         out = console()
         configure_logging(out, settings.log_level)
         # Here and not above: MLX and the tokenizers take seconds to import, --help needs neither.
-        from mlxcache.cli.server import run  # noqa: PLC0415
+        with _kept_descriptor_limit():
+            from mlxcache.cli.server import run  # noqa: PLC0415
         from mlxcache.ranks.group import place_from  # noqa: PLC0415
         from mlxcache.ranks.setup import Rank  # noqa: PLC0415
         from mlxcache.store.cache_folder import (  # noqa: PLC0415
@@ -70,6 +72,17 @@ def serve(*, flags: Flags, config: Config = None) -> None:
             watch_launcher()
         with backing_off(folder, os.environ):
             asyncio.run(run(settings, out, place))
+
+
+@contextmanager
+def _kept_descriptor_limit() -> Iterator[None]:
+    """Keep the limit of open files, which mlx-lm lowers for good when it is imported."""
+    set_limit = resource.setrlimit
+    resource.setrlimit = lambda kind, limits: None
+    try:
+        yield
+    finally:
+        resource.setrlimit = set_limit
 
 
 @contextmanager

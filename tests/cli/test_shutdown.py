@@ -78,3 +78,20 @@ def test_a_second_signal_exits_at_once():
 def test_a_thread_that_cannot_be_interrupted_does_not_delay_the_end():
     """Downloads run in such threads."""
     assert hanging(0).wait(10) == 0
+
+
+def test_mlx_lm_lowers_no_limit_of_open_files() -> None:
+    """It would, as it is imported, and for good: then a server could not have 16,384."""
+    code = (
+        "import resource\n"
+        "from mlxcache.cli.serve import _kept_descriptor_limit\n"
+        "before = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
+        "with _kept_descriptor_limit():\n"
+        "    import mlx_lm.utils\n"
+        "print(resource.getrlimit(resource.RLIMIT_NOFILE) == before, before)\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (300, before[1]))\n"
+        "print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])\n"
+    )
+    lines = subprocess.check_output([sys.executable, "-c", code], text=True).splitlines()
+    assert lines[0].startswith("True")
+    assert lines[1] == "300"
