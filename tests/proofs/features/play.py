@@ -15,6 +15,7 @@ import httpx
 import jsonschema
 
 from mlxcache.errors import MlxcacheError
+from mlxcache.scheduling.anticipate import MIN_GAIN
 from tests.proofs.features.apis import APIS, Chat, Entry, Json, Reply, Said
 from tests.proofs.features.mlx_lm_reply import MlxLm
 from tests.proofs.features.plan import FORMATS, MARKERS, TOOLS, Conversation, Features, Step
@@ -29,8 +30,9 @@ LOGPROB = 2e-3
 ENDING = 8
 """Most tokens at the end of a reply that a next turn feeds again."""
 
-CLOSED = 8
-"""Most tokens of empty thinking at the end of a prompt, which the next one leaves out."""
+CLOSED = MIN_GAIN
+"""Most tokens of a reply behind empty thinking, which the next prompt leaves out, that are not
+computed in advance."""
 
 OPENING = 16
 """Most tokens of a template that follow the last message, and are fed again in each turn."""
