@@ -119,15 +119,15 @@ class Placement:
         reserved = self._tail(owner, end)
         if not self._ram.reserve_kv(reserved, evict=evict):
             return False
-        tail = self._tail(owner, end)  # less, if room was made by evicting part of it
-        self._ram.reserve_kv(tail - reserved, evict=evict)
-        if not tail:
-            return True
-        with self.charged(owner, owner.capacity + tail):
-            self._split_node(match, end)
-            twin = owner.detach(end, end + tail)
-            self._ram.set_idle(twin)
-        self._tree.retarget([n for n in self._tree.holders(owner) if n.start >= end], twin)
+        with self.charged(owner, owner.capacity + reserved):
+            tail = self._tail(owner, end)  # less, if room was made by evicting part of it
+            if tail:
+                self._split_node(match, end)
+                twin = owner.detach(end, end + tail)
+                self._ram.set_idle(twin)
+        self._ram.budget.release("kv", (reserved - tail) * self._layout.bytes_per_token)
+        if tail:
+            self._tree.retarget([n for n in self._tree.holders(owner) if n.start >= end], twin)
         return True
 
     def _split_node(self, match: Match, position: int) -> Node:
@@ -165,8 +165,9 @@ class Placement:
             else:
                 owner.fill(spans, capacity)
             node = self._split_node(match, cached)
+            placed = Placed(owner, node)
             self._tree.lock(node)
-            return Placed(owner, node)
+            return placed
 
     def grow_ahead(self) -> bool:
         """Enlarge the buffers of one lineage in which the next turn may not fit, by a copy.
