@@ -118,7 +118,7 @@ class Engine:
         self._database = database
         self._awake = awake or KeepAwake(on=settings.keep_awake, call_later=_call_later)
         self._requests = RequestTable(
-            settings.queue, self._receive, self._awake.note_running, stall_s
+            settings.queue, self._receive, self._records.end, self._awake.note_running, stall_s
         )
         self._rounds = rounds or Rounds()
         self._thread = self._rounds.thread

@@ -202,8 +202,8 @@ class LiveRequest:
     """A request in progress, on the event loop: its readers; `task` is its part on the MLX thread.
 
     Each reader gets the whole reply, whenever it joins. When the last one leaves, or its time limit
-    passes, the task ends. `pieces` of the reply are collected only if `keep_pieces`. `stall_s`: see
-    `Stream`.
+    passes, the task ends. `on_left` gets the record of a joined reader that leaves before. `pieces`
+    of the reply are collected only if `keep_pieces`. `stall_s`: see `Stream`.
     """
 
     def __init__(
@@ -214,6 +214,7 @@ class LiveRequest:
         scheduler: Scheduler,
         *,
         on_event: OnEvent,
+        on_left: Callable[[RequestRecord], None],
         stall_s: float,
         keep_pieces: bool,
     ):
@@ -221,7 +222,7 @@ class LiveRequest:
         self.task = Task(job, self._push, record, guide)
         self.pieces: list[Piece] = []
         self._scheduler = scheduler
-        self._on_event, self._stall_s = on_event, stall_s
+        self._on_event, self._on_left, self._stall_s = on_event, on_left, stall_s
         self._keep_pieces = keep_pieces
         self._left = self._over = self._replying = False
         self._loop = asyncio.get_running_loop()
@@ -320,6 +321,7 @@ class LiveRequest:
             _copy_result(record, self.record)
             record.status = "failed" if error else "cancelled"
             record.finish_reason = "error" if error else "cancelled"
+            self._on_left(record)
         stream.put(_cancelled(self.record))
 
     def fail(self, error: MlxcacheError) -> None:
@@ -409,12 +411,13 @@ class RequestTable:
         self,
         places: int,
         on_event: OnEvent,
+        on_left: Callable[[RequestRecord], None],
         note_running: Callable[[int], None],
         stall_s: float,
     ):
         self.forecast = Forecast()
         self._places, self._stall_s = places, stall_s
-        self._on_event, self._note_running = on_event, note_running
+        self._on_event, self._on_left, self._note_running = on_event, on_left, note_running
         self._live: dict[str, LiveRequest] = {}
 
     def __len__(self) -> int:
@@ -462,6 +465,7 @@ class RequestTable:
             guide,
             scheduler,
             on_event=self._on_event,
+            on_left=self._on_left,
             stall_s=self._stall_s,
             keep_pieces=keep_pieces,
         )

@@ -87,6 +87,8 @@ async def test_one_that_joined_leaves_and_the_first_goes_on(engine: Engine) -> N
     assert (await read(second))[1].reason == "cancelled"
     assert (await read(first))[1].generated_tokens == 40
     assert {r.id: r.status for r in engine.requests()} == {"a": "done", "b": "cancelled"}
+    outcomes = {status: n for (_, status), n in engine.tally.outcomes.items() if n}
+    assert (outcomes, engine.tally.joined) == ({"done": 1, "cancelled": 1}, 1)
 
 
 async def test_when_all_have_left_it_is_cancelled_and_kept(engine: Engine) -> None:
