@@ -386,11 +386,12 @@ class Engine:
         if runtime is None or not self._requests.remove(live):
             return
         self._records.recordings.note(task)
-        runtime.prefix_loss.note_end(task, lambda: self._records.end(task.record))
-        for record in live.close():
-            self._records.end(record)
         if not self.settings.no_anticipate:
             runtime.next_turns.note_end(task, live.pieces, idle=not self._requests)
+        first, *joined = live.close()
+        runtime.prefix_loss.note_end(task, lambda: self._records.end(first))
+        for record in joined:
+            self._records.end(record)
 
     async def call(self, action: Callable[[ModelRuntime], T]) -> T:
         """Run `action` on the MLX thread and return its result."""

@@ -7,6 +7,7 @@ import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import fields
+from functools import partial
 
 import numpy as np
 
@@ -229,6 +230,7 @@ class LiveRequest:
         self._events: list[Event | BaseException] = []
         self._streams: list[Stream] = []
         self._joined: list[RequestRecord] = []
+        self._note_first_end: Callable[[], None] = lambda: None
 
     def submit(self) -> None:
         """Pass the task to the scheduler; if that fails, its error ends the request."""
@@ -248,8 +250,9 @@ class LiveRequest:
         if self._events and isinstance(event, Progress) and isinstance(self._events[-1], Progress):
             self._events.pop()  # a reader that joins later needs the latest progress alone
         self._events.append(event)
-        for record in self._joined:
-            _copy_progress(record, self.record)
+        if not self._over:  # else `close` has completed the records
+            for record in self._joined:
+                _copy_progress(record, self.record)
         for stream in list(self._streams):
             stream.put(event)
 
@@ -315,12 +318,12 @@ class LiveRequest:
             return
         self._streams.remove(stream)
         record = stream.record
-        record.error = str(error) if error else None
-        if record in self._joined:
+        if record is self.record:  # it is the computation's too, which goes on
+            self._note_first_end = partial(_note_early_end, record, error)
+        else:
             self._joined.remove(record)
             _copy_result(record, self.record)
-            record.status = "failed" if error else "cancelled"
-            record.finish_reason = "error" if error else "cancelled"
+            _note_early_end(record, error)
             self._on_left(record)
         stream.put(_cancelled(self.record))
 
@@ -330,10 +333,12 @@ class LiveRequest:
             stream.put(error)
 
     def close(self) -> list[RequestRecord]:
+        """Complete and return the records of the readers, that of the first one first."""
         for record in self._joined:
             _copy_result(record, self.record)
             record.error = self.record.error
-        return self._joined
+        self._note_first_end()
+        return [self.record, *self._joined]
 
 
 def _same_reply(one: Job, other: Job) -> bool:
@@ -356,6 +361,12 @@ def _copy_result(record: RequestRecord, of: RequestRecord) -> None:
         if field.name not in OWN_FIELDS:
             setattr(record, field.name, getattr(of, field.name))
     record.timing = {**of.timing, **record.timing}
+
+
+def _note_early_end(record: RequestRecord, error: MlxcacheError | None) -> None:
+    record.status = "failed" if error else "cancelled"
+    record.finish_reason = "error" if error else "cancelled"
+    record.error = str(error) if error else None
 
 
 def _cancelled(record: RequestRecord) -> Finished:
@@ -496,7 +507,7 @@ class RequestTable:
         for one in self._live.values():
             one.task.fail(error)
             one.fail(error)
-            records += [one.record, *one.close()]
+            records += one.close()
         self._live.clear()
         self._note_running(0)
         return records

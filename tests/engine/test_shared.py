@@ -75,8 +75,7 @@ async def test_the_first_leaves_and_the_second_has_it_all(engine: Engine) -> Non
     second = await engine.submit(job("b"))
     await first.aclose()
     assert (await read(second))[1].generated_tokens == 40
-    records = {r.id: r for r in engine.requests()}
-    assert records["b"].status == "done"
+    assert {r.id: r.status for r in engine.requests()} == {"a": "cancelled", "b": "done"}
     assert engine.figures()["tokens"]["prompt"] == 300
 
 
@@ -177,13 +176,23 @@ async def test_a_request_whose_time_is_over_fails_and_is_kept(engine: Engine) ->
     assert "0.4 s" in record.error
 
 
-async def test_one_readers_time_is_not_the_others(engine: Engine) -> None:
-    first = await engine.submit(job("a", max_tokens=400))
-    second = await engine.submit(job("b", max_tokens=400, timeout_s=0.01))
+@pytest.mark.parametrize("early", ["a", "b"], ids=["first", "joined"])
+async def test_one_readers_time_is_not_the_others(engine: Engine, early: str) -> None:
+    def asked(name: str) -> Job:
+        return job(name, max_tokens=400, timeout_s=0.01 if name == early else None)
+
+    streams = {name: await engine.submit(asked(name)) for name in "ab"}
     with pytest.raises(DeadlineExceeded):
-        await read(second)
-    assert (await read(first))[1].generated_tokens == 400
-    assert (await engine.request("b")).status == "failed"  # type: ignore[union-attr]
+        await read(streams.pop(early))
+    ((other, stream),) = streams.items()
+    assert (await read(stream))[1].generated_tokens == 400
+    records = {name: await engine.request(name) for name in "ab"}
+    ends = {name: (r.status, r.finish_reason, r.error) for name, r in records.items() if r}
+    assert ends[other] == ("done", "length", None)
+    assert ends[early][:2] == ("failed", "error")
+    assert "0.01 s" in (ends[early][2] or "")
+    outcomes = {status: n for (_, status), n in engine.tally.outcomes.items() if n}
+    assert (outcomes, engine.tally.joined) == ({"done": 1, "failed": 1}, 1)
 
 
 async def test_the_servers_own_limit_holds_too(engine: Engine) -> None:
