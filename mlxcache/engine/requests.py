@@ -173,6 +173,8 @@ class Stream:
                 yield shown
             if isinstance(event, Finished):
                 return
+            if self._queue:  # let the loop notice that the client of a long backlog has left
+                await asyncio.sleep(0)
 
     async def aclose(self) -> None:
         """Cancel the request unless it is over. What it has computed stays in the cache."""

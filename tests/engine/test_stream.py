@@ -45,6 +45,22 @@ async def test_an_unread_stream_joins_texts_and_loses_none() -> None:
     assert read[-2:] == [Thinking("x"), DONE]
 
 
+async def test_a_backlog_is_read_in_turns_with_the_event_loop() -> None:
+    """Else a connection that is lost meanwhile is written to until its end."""
+    stream, _ = make()
+    for number in range(BACKLOG):
+        stream.put(Text(str(number)))
+    stream.put(DONE)
+    lost = asyncio.Event()
+    asyncio.get_running_loop().call_soon(lost.set)
+    read = 0
+    async for _ in stream:
+        read += 1
+        if lost.is_set():
+            break
+    assert read <= 2
+
+
 async def test_a_reader_that_stalls_is_cancelled() -> None:
     stream, cancels = make(stall_s=0.05)
     cancelled, inner = asyncio.Event(), stream._cancel
