@@ -2,20 +2,21 @@
 
     bin/_chart.py [PAGE PICTURE]
 
-The chart shows how many tokens of a turn's prompt are fed to the model. These are counts, so they
-are the same on any machine.
+The chart shows how many tokens of a turn's prompt are fed to the model, which are the same on any
+machine, and the time to the first token on the machine of the page.
 """
 
 import re
 import sys
 from html import escape
 from pathlib import Path
+from typing import NamedTuple
 
 DOCS = Path(__file__).parents[1] / "docs"
 CASES = (
     ("llama (18,500 tokens)", "attribution line changed", "A client's line at the top has changed"),
-    ("qwen3_5", "second branch there", "A second branch, in a model with recurrent layers"),
-    ("gemma3", "second branch there", "A second branch, in a model with sliding windows"),
+    ("qwen3_5", "second branch there", "A second branch, in a model like Qwen 3.5"),
+    ("gemma3", "second branch there", "A second branch, in a model like Gemma 3"),
     ("llama", "last message edited", "The last message, edited"),
 )
 """Model family and case as in the tables, and the label in the chart."""
@@ -39,12 +40,18 @@ STYLE = """\
 WIDTH, LEFT, BAR, ROW, TOP = 760, 24, 440, 74, 58
 
 
-def figures(page: str) -> dict[tuple[str, str], tuple[int, int, int]]:
-    """Return the token counts in the tables of `page`, by model family and case.
+class Figures(NamedTuple):
+    """What mlxcache fed and the tokens of the prompt, what mlx_lm.server fed, and first tokens."""
 
-    Each entry has the tokens fed by mlxcache, the tokens of the prompt, and those fed by
-    mlx_lm.server.
-    """
+    ours: int
+    prompt: int
+    theirs: int
+    our_time: str
+    their_time: str
+
+
+def figures(page: str) -> dict[tuple[str, str], Figures]:
+    """Return the figures in the tables of `page`, by model family and case."""
     found = {}
     for line in page.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
@@ -52,7 +59,7 @@ def figures(page: str) -> dict[tuple[str, str], tuple[int, int, int]]:
         if fed:
             numbers = (fed[1], fed[2], cells[3])
             ours, prompt, theirs = (int(text.replace(",", "")) for text in numbers)
-            found[re.sub(r" \(3,000.*", "", cells[0]), cells[1]] = (ours, prompt, theirs)
+            found[cells[0], cells[1]] = Figures(ours, prompt, theirs, cells[5], cells[6])
     return found
 
 
@@ -61,22 +68,21 @@ def chart(page: str) -> str:
     known = figures(page)
     rows, words = [], []
     for at, (family, case, name) in enumerate(CASES):
-        ours, prompt, theirs = known[family, case]
-        rows += _case(TOP + at * ROW, name, ours, prompt, theirs)
-        words.append(f"{name}: {ours:,} of {prompt:,}, mlx_lm.server {theirs:,}.")
+        rows += _case(TOP + at * ROW, name, known[family, case])
+        words.append(f"{name}: {'; '.join(_labels(known[family, case]))}.")
     height = TOP + len(CASES) * ROW + 34
-    foot = "A count, the same on any machine. How it was measured: docs/benchmarks.md"
+    foot = "Tokens: the same on any machine. Seconds: two busy CPU cores. See docs/benchmarks.md"
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img"'
             ' aria-labelledby="title desc" font-family="system-ui, -apple-system, \'Segoe UI\','
             ' sans-serif" font-size="13">',
-            '  <title id="title">Tokens of a turn that are computed, of its prompt</title>',
+            '  <title id="title">Tokens of a turn that are computed, and seconds</title>',
             f'  <desc id="desc">{escape(" ".join(words))}</desc>',
             f"  <style>\n{STYLE}\n  </style>",
             f'  <rect class="card" x="1" y="1" width="{WIDTH - 2}" height="{height - 2}" rx="10"/>',
             f'  <text x="{LEFT}" y="32" font-size="16" font-weight="600">Tokens of a turn that are '
-            "computed, of its prompt: fewer is sooner</text>",
+            "computed, of its prompt, and time to the first token</text>",
             *rows,
             f'  <text class="soft" x="{LEFT}" y="{height - 18}">{foot}</text>',
             "</svg>\n",
@@ -84,11 +90,17 @@ def chart(page: str) -> str:
     )
 
 
-def _case(y: int, name: str, ours: int, prompt: int, theirs: int) -> list[str]:
+def _labels(case: Figures) -> tuple[str, str]:
+    ours = f"mlxcache {case.ours:,} of {case.prompt:,}, {case.our_time}"
+    return ours, f"mlx_lm.server {case.theirs:,}, {case.their_time}"
+
+
+def _case(y: int, name: str, case: Figures) -> list[str]:
+    ours, theirs = _labels(case)
     return [
         f'  <text x="{LEFT}" y="{y + 14}">{escape(name)}</text>',
-        *_bar(y + 20, "ours", ours, prompt, f"mlxcache {ours:,} of {prompt:,}"),
-        *_bar(y + 40, "theirs", theirs, prompt, f"mlx_lm.server {theirs:,}"),
+        *_bar(y + 20, "ours", case.ours, case.prompt, ours),
+        *_bar(y + 40, "theirs", case.theirs, case.prompt, theirs),
     ]
 
 
