@@ -26,9 +26,7 @@ from mlxcache.errors import (
     BadRequest,
     Busy,
     GenerationFailed,
-    GroupLost,
     MlxcacheError,
-    ModelError,
     NotReady,
     Unsupported,
 )
@@ -111,7 +109,6 @@ class Engine:
     ):
         self.settings = settings
         self.label, self.aliases = settings.entries[0].label, settings.entries[0].aliases
-        self.state: State = "loading"
         self.failure: str | None = None
         self.dead = asyncio.Event()
         self._records = records or Records(_ignore)
@@ -126,7 +123,15 @@ class Engine:
         self._ranks: RankZero | None = None
         if place is not None:
             self._ranks = RankZero(place, lambda: heartbeat.silent_s, self._on_loss)
-        self._first_load = FirstLoad(settings, self._rounds, self._ranks, on_progress)
+        self.first_load = FirstLoad(
+            settings,
+            self._rounds,
+            self._ranks,
+            on_progress,
+            records=self._records,
+            serve=self._serve,
+        )
+        self._stopped = False
         self._runtime: ModelRuntime | None = None
         self._resident: Resident | None = None
         self._sessions = SessionBook(
@@ -143,20 +148,21 @@ class Engine:
         """Load the model. Raises ModelError, ConfigError or BadRequest if it cannot be served."""
         self._loop = asyncio.get_running_loop()
         self._rounds.on_death(self._on_death)
-        self.state = "loading"
-        try:
-            await self._first_load.run(self._pool, self._serve)
-        except GroupLost as error:
-            self.state = "failed"
-            raise ModelError(f"The ranks could not load the model: {error}.") from error
-        except BaseException:
-            if self.state == "loading":
-                self.state = "failed"
-            raise
-        if self.state == "loading":
-            self.state = "ready"
+        await self.first_load.run(self._pool)
+        if self.state == "ready":
             # an error of it is that of each request that needs a grammar
             self._compilers.submit(self._ready().guides.prepare)
+
+    @property
+    def state(self) -> State:
+        """Whether requests can be served: `loading` before the first load too. Any thread."""
+        if self.failure is not None:
+            return "failed"
+        if self._stopped:
+            return "stopped"
+        if self._runtime is not None:
+            return "ready"
+        return "failed" if self.first_load.state == "failed" else "loading"
 
     def _serve(self, loaded: load.Loaded, weights: Weights) -> None:
         """Runs on the MLX thread."""
@@ -165,7 +171,7 @@ class Engine:
         if residency.memory is not None:
             shared = Shared(residency.memory, residency.size_beside_kept(weights))
         runtime = self.make_runtime(loaded, shared)
-        if self.state == "stopped":  # `stop` found nothing to close
+        if self._stopped:  # `stop` found nothing to close
             runtime.close(died=False)
             raise stopping()
         self._rounds.add(runtime.scheduler)
@@ -188,7 +194,7 @@ class Engine:
             self.settings,
             self._thread,
             self.submit,
-            self._first_load.report,
+            self.first_load.report,
             shared=shared,
             remote=self._remote,
             database=self._database,
@@ -222,10 +228,10 @@ class Engine:
         end.start()
 
     def _died(self, why: str) -> None:
-        self.state = "failed"
         error = GenerationFailed(f"{why} The server must be started again.")
         for record in self._requests.fail_all(error):
             self._records.end(record)
+        self.first_load.end(error)
         self._thread.fail(error)
         self.dead.set()
 
@@ -234,11 +240,11 @@ class Engine:
 
         Readers get an error at once, because the thread may be inside a long forward pass.
         """
-        if self.failure is None:
-            self.state = "stopped"
+        self._stopped = True
         error = stopping()
         for live in self._requests.all():
             live.fail(error)
+        self.first_load.end(error)
         self._thread.fail(error)
         runtime = self._runtime
         if runtime is not None:
@@ -416,17 +422,13 @@ class Engine:
         return await asyncio.to_thread(self._resident.weights.find_obstacle)
 
     @property
-    def awaits_room(self) -> bool:
-        return self._first_load.awaits_room
-
-    @property
     def load_share(self) -> float | None:
         """Part of the current loading step (download, reading weights) that is done, from 0 to 1.
 
         None if nothing is being loaded, and while the model waits for memory. Any thread.
         """
         if (one := self._resident) is None:
-            return self._first_load.share
+            return self.first_load.share
         return (one.progress or 0.0) if one.state == "loading" else None
 
     async def load_weights(self) -> None:

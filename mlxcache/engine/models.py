@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mlxcache.cache.pressure import Pressure
 from mlxcache.cache.shared_ram import SharedRam
 from mlxcache.config import Settings
 from mlxcache.config.models import ModelEntry, find_model, match_model
-from mlxcache.engine.engine import Engine, stopping
+from mlxcache.engine.engine import Engine
 from mlxcache.engine.figures import Figures, Memory, add_up
 from mlxcache.engine.metrics import Records
 from mlxcache.engine.opening import describe_unloaded, watch_pressure, weigh_files
-from mlxcache.engine.requests import MAX_RETRY_S, MIN_RETRY_S, refuse_crowd
-from mlxcache.errors import BadRequest, DeadlineExceeded, MlxcacheError, ModelError, NotFound
+from mlxcache.errors import BadRequest, ModelError, NotFound
 from mlxcache.ranks.group import Place
 from mlxcache.residency.memory import open_shared_memory
 from mlxcache.residency.residency import Rounds
@@ -33,11 +30,6 @@ if TYPE_CHECKING:
     from mlxcache.remote.objects import Objects
 
 log = logging.getLogger("mlxcache.engine")
-
-GIVE_UP_S = 0.2
-
-FIRST_LOAD_S = 10.0
-"""Assumed seconds of a load of which nothing is known yet."""
 
 
 class Models:
@@ -77,12 +69,7 @@ class Models:
             for entry in self.entries
         ]
         self._file_bytes: dict[str, int | None] = {}
-        self._opening: dict[Engine, asyncio.Task[None]] = {}
         self._sessions = SessionBook(self._opened, self._find_unopened, labelled=several)
-        self._arrivals = Arrivals(
-            records, settings.queue, lambda label: self.named(label).load_share
-        )
-        self._stopping = False
 
     @property
     def default(self) -> Engine:
@@ -113,11 +100,8 @@ class Models:
         return memory
 
     async def stop(self, seconds: float = 8.0) -> None:
-        self._stopping = True
         if self._pressure is not None:
             self._pressure.stop()
-        for task in self._opening.values():
-            task.cancel()
         await asyncio.gather(*(engine.stop(seconds) for engine in self.engines))
 
     # -- the model of a request --------------------------------------------------------------------
@@ -134,59 +118,12 @@ class Models:
         before the call, the engine of the default model is returned.
         """
         engine = self.find(requested)
-        if self.default.state != "ready" or engine.state == "ready":
-            return engine if engine.state == "ready" else self.default
-        with self._arrivals.waiting(engine.label, arrival):
-            try:
-                await self._open_for(engine, arrival)
-            finally:
-                asyncio.get_running_loop().call_soon(self._give_up_unwanted, engine)
+        if engine.state == "ready":
+            return engine
+        if self.default.state != "ready":
+            return self.default
+        await engine.first_load.join(arrival, engine.start)
         return engine
-
-    async def _open_for(self, engine: Engine, arrival: Arrival | None) -> None:
-        limits = (arrival.timeout_s if arrival else None, self.settings.request_timeout)
-        seconds = min((limit for limit in limits if limit is not None), default=None)
-        end = None if seconds is None else time.monotonic() + seconds
-        while True:
-            if engine not in self._opening:
-                opening = self._opening[engine] = asyncio.create_task(self._open(engine))
-                opening.add_done_callback(lambda task: self._note_opened(engine, task))
-            opening = self._opening[engine]
-            left = None if end is None else max(0.0, end - time.monotonic())
-            await asyncio.wait({opening}, timeout=left)
-            if not opening.done():
-                raise DeadlineExceeded(
-                    f"The request was not done within {seconds:g} s: its model {engine.label} is "
-                    "still being loaded."
-                )
-            if not opening.cancelled():
-                opening.result()
-                return
-            if self._stopping:
-                raise stopping()
-            await asyncio.sleep(0)  # those it was opened for had left
-
-    def _give_up_unwanted(self, engine: Engine) -> None:
-        """Cancel the load of a model that waits for memory if no request waits for the model."""
-        opening = self._opening.get(engine)
-        if opening is None or self._arrivals.waits_for(engine.label):
-            return
-        if engine.awaits_room:
-            log.info("model %s: load cancelled: no request waits for it any more", engine.label)
-            opening.cancel()
-        else:  # it may have to wait later
-            asyncio.get_running_loop().call_later(GIVE_UP_S, self._give_up_unwanted, engine)
-
-    def _note_opened(self, engine: Engine, task: asyncio.Task[None]) -> None:
-        self._opening.pop(engine, None)
-        if not task.cancelled() and task.exception() is not None:
-            log.error("model %s: cannot be loaded: %s", engine.label, task.exception())
-
-    async def _open(self, engine: Engine) -> None:
-        log.info("model %s: loading the model for the first time", engine.label)
-        began = time.monotonic()
-        await engine.start()
-        log.info("model %s: loaded in %.1f s", engine.label, time.monotonic() - began)
 
     def find(self, requested: str | None) -> Engine:
         return self.engines[match_model(requested, self.entries, self.settings.route)]
@@ -271,7 +208,7 @@ class Models:
         others = [one for engine in self.engines[1:] if (one := engine.measure())]
         memory = Memory(budget.used, budget.limit, budget.high_water, budget.by_kind())
         total = add_up([figures, *others], memory, shared.by_kind())
-        waiting = total.queue.waiting + self._arrivals.total
+        waiting = total.queue.waiting + sum(one.first_load.waiting for one in self.engines)
         return replace(
             total,
             queue=replace(total.queue, waiting=waiting),
@@ -307,100 +244,9 @@ class Models:
         ]
 
     def _state_before(self, engine: Engine) -> dict[str, Any]:
-        if engine not in self._opening:
+        if engine.first_load.state != "loading":
             return {"state": "never", "weights_bytes": self._file_bytes.get(engine.label)}
         return {"state": "loading", "progress": engine.load_share}
 
 
 def _ignore(what: str, share: float | None) -> None: ...
-
-
-# -- requests that wait for a first load -----------------------------------------------------------
-
-
-@dataclass(slots=True)
-class _Waiting:
-    began: float
-    arrivals: list[Arrival | None]
-
-
-class Arrivals:
-    """Requests that wait until their model is loaded, by its label.
-
-    Their prompts cannot be rendered before, so no scheduler has them yet. `places`: the most that
-    may wait for one model. `records` gets a record of each. `share(label)` returns the part of that
-    model that is loaded, from 0 to 1, or None if unknown.
-    """
-
-    def __init__(self, records: Records, places: int, share: Callable[[str], float | None]):
-        self._records, self._places, self._share = records, places, share
-        self._waiting: dict[str, _Waiting] = {}
-
-    @property
-    def total(self) -> int:
-        return sum(len(one.arrivals) for one in self._waiting.values())
-
-    def waits_for(self, label: str) -> bool:
-        return label in self._waiting
-
-    @contextmanager
-    def waiting(self, label: str, arrival: Arrival | None) -> Iterator[None]:
-        """Context manager: count a request as waiting for the model `label`, and record it.
-
-        `arrival`: the request; None if it is not recorded, and then not refused either. Raises
-        QueueFull or TooMany if too many wait already. After the body, the record is removed for
-        `Records.begin` to make another; an exception instead ends it as rejected or cancelled.
-        """
-        self._check(label, arrival)
-        waiting = self._waiting.setdefault(label, _Waiting(time.monotonic(), []))
-        waiting.arrivals.append(arrival)
-        try:
-            if arrival is None:
-                yield
-            else:
-                with self._recorded(label, arrival):
-                    yield
-        finally:
-            waiting.arrivals.remove(arrival)
-            if not waiting.arrivals:
-                self._waiting.pop(label, None)
-
-    @contextmanager
-    def _recorded(self, label: str, arrival: Arrival) -> Iterator[None]:
-        record = self._records.expect(arrival, label)
-        try:
-            arrival.note_waiting(record)
-            yield
-        except MlxcacheError as error:
-            self._records.reject(record, error)
-            raise
-        except BaseException:
-            record.status = "cancelled"
-            self._records.end(record)
-            raise
-        else:
-            self._records.forget(record.id)
-        finally:
-            arrival.note_waiting(None)
-
-    def _check(self, label: str, arrival: Arrival | None) -> None:
-        waiting = self._waiting.get(label)
-        if waiting is None or arrival is None:
-            return
-        same = [
-            one
-            for one in waiting.arrivals
-            if one and one.session and (one.owner, one.session) == (arrival.owner, arrival.session)
-        ]
-        refuse_crowd(
-            len(waiting.arrivals),
-            len(same),
-            self._places,
-            f"wait already until {label} is loaded",
-            after=lambda: self._left_s(label, waiting.began),
-        )
-
-    def _left_s(self, label: str, began: float) -> float:
-        share, passed = self._share(label) or 0.0, time.monotonic() - began
-        left = passed * (1 - share) / share if share > 0.05 else FIRST_LOAD_S
-        return min(MAX_RETRY_S, max(MIN_RETRY_S, left))

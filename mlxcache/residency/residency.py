@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from traceback import clear_frames
 
 from mlxcache.cache.ram import RamTier
 from mlxcache.cache.shared_ram import SharedRam, Wait
@@ -27,7 +28,7 @@ from mlxcache.mlx_thread import MlxThread
 from mlxcache.model import device
 from mlxcache.model.weights import Weights
 from mlxcache.residency.memory import WeightsAccount, union_bytes
-from mlxcache.residency.resident import Cause, Newcomer, Resident
+from mlxcache.residency.resident import Cause, Newcomer, Resident, release_unused
 from mlxcache.scheduling.scheduler import Scheduler
 from mlxcache.tree.budget import Budget
 
@@ -52,7 +53,6 @@ class Residency:
     ):
         self.residents: list[Resident] = []
         self._newcomers: list[Newcomer] = []
-        self._opened: list[Newcomer] = []
         self.memory = memory
         self._ram = memory or SharedRam(Budget(UNLIMITED))
         self.account = WeightsAccount(self._charge)
@@ -82,20 +82,12 @@ class Residency:
     def welcome(self, newcomer: Newcomer) -> None:
         """Queue a model that is to be loaded for the first time.
 
-        When it has waited longest, `step` frees memory for its weights and charges them to the
-        budget. The future `newcomer.room` is done then; it has an exception if they can never fit.
+        When it has waited longest, `step` frees memory for its weights, charges them to the budget,
+        and takes one of its steps each time. The future `newcomer.served` is done after the last
+        one, or has an exception if one fails or the weights can never fit.
         """
         newcomer.note_queued(self._clock())
         self._newcomers.append(newcomer)
-        self._stepped = True
-
-    def read_first(self, newcomer: Newcomer, weights: Weights) -> None:
-        """Queue the weights of a newcomer; each `step` reads a part of them."""
-        newcomer.begin(weights)
-        self._opened.append(newcomer)
-
-    def note_left(self) -> None:
-        self._newcomers = [one for one in self._newcomers if not one.left]
         self._stepped = True
 
     def remove(self, scheduler: Scheduler) -> None:
@@ -115,7 +107,7 @@ class Residency:
 
     @property
     def reading(self) -> bool:
-        return self._loading is not None or bool(self._opened)
+        return self._loading is not None
 
     @property
     def _waiting(self) -> list[Resident]:
@@ -149,13 +141,15 @@ class Residency:
         self._stepped = False
         for one in self.residents:
             one.note_time(now)
+        for newcomer in [one for one in self._newcomers if one.left]:
+            self._give_up_first(newcomer)
         self._unload_idle(now)
         if self._loading is None:
-            self._loading = self._opened.pop(0) if self._opened else self._choose(now)
+            self._loading = self._choose(now)
         if not read or self._loading is None:
             return
         if isinstance(self._loading, Newcomer):
-            self._read_first(self._loading)
+            self._load_on(self._loading)
         else:
             self._read_on(self._loading)
 
@@ -175,14 +169,13 @@ class Residency:
             trim_heap()
             self.note_step()
 
-    def _choose(self, now: float) -> Resident | None:
+    def _choose(self, now: float) -> Resident | Newcomer | None:
         """Serve the model that has waited longest; return it if its weights are to be read now."""
         first = self._find_first()
         if first is not self._first:
             self._end_turn(now)
             self._first = first
-        short = isinstance(first, Resident) and first.short
-        self._claim(None if short else first)
+        self._claim(None if first is None or first.short else first)
         if first is None:
             return None
         if isinstance(first, Resident) and first.short:
@@ -194,16 +187,6 @@ class Residency:
             return None
         self._end_turn(now)
         self._claimer = None  # the claim goes over into the loaded model
-        if isinstance(first, Newcomer):
-            self._newcomers.remove(first)
-            if first.room.set_running_or_notify_cancel():
-                self.account.grant(first.use, first.nbytes)
-                first.room.set_result(None)
-            else:
-                self.account.remove(first.use)
-            return None
-        unread = first.nbytes - first.use.held_bytes
-        log.info("model %s: loading the weights, %s", first.name, format_size(unread))
         self.account.grant(first.use, first.nbytes)
         first.begin(now)
         return first
@@ -242,7 +225,7 @@ class Residency:
         memory too, except after other models gave up memory for `one`.
         """
         first = self._first
-        if not isinstance(first, Resident) or not first.short:
+        if first is None or not first.short:
             return one.held_at + one.stay_s
         if one.short and not one.alone and not one.scheduler.active:
             return one.held_at  # it cannot use its memory
@@ -312,9 +295,7 @@ class Residency:
             param="model",
         )
         if isinstance(wanted, Newcomer):
-            self._newcomers.remove(wanted)
-            if wanted.room.set_running_or_notify_cancel():
-                wanted.room.set_exception(error)
+            self._give_up_first(wanted, error)
         else:
             self._refuse(wanted, error)
         return False
@@ -329,19 +310,30 @@ class Residency:
         reserved = sum(one.reserved_now if now else one.reserved for one in residents)
         return reserved + self.account.freed_by({one.use for one in residents})
 
-    def _read_first(self, one: Newcomer) -> None:
+    def _load_on(self, one: Newcomer) -> None:
         try:
-            over = one.left or one.read_on()
-        except Exception as error:
-            self._loading = None
-            one.end(error)
-            if device.is_device_error(error):  # it concerns the other models too
+            over = one.step()
+        except BaseException as error:
+            clear_frames(error.__traceback__)  # they would keep the weights
+            self._give_up_first(one, error)
+            if _ends_thread(error):
                 raise
             return
         self.account.settle()
         if over:
+            self._newcomers.remove(one)
             self._loading = None
             one.end()
+
+    def _give_up_first(self, one: Newcomer, error: BaseException | None = None) -> None:
+        """End the first load of a model that has left or, with `error`, cannot be loaded."""
+        self._newcomers.remove(one)
+        if self._loading is one:
+            self._loading = None
+        one.give_up()
+        self.account.remove(one.use)
+        release_unused()
+        one.end(error)
 
     def _read_on(self, one: Resident) -> None:
         failure: str | None = None

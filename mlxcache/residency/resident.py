@@ -6,7 +6,8 @@ MLX thread only, except `Resident.figures`.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal
@@ -14,8 +15,11 @@ from typing import Any, Literal
 import mlx.core as mx
 
 from mlxcache.cache.kv_cache import KVCache
+from mlxcache.config import format_size
 from mlxcache.model.weights import BaseUse, Weights
 from mlxcache.scheduling.scheduler import Scheduler
+
+log = logging.getLogger("mlxcache.engine")
 
 STAY_LOADS = 4.0
 """Factor: a busy model keeps its memory for this many times the seconds that reading it took.
@@ -35,60 +39,56 @@ Cause = Literal["idle", "memory", "asked"]
 
 
 class Newcomer:
-    """A model that is loaded for the first time. MLX thread only, except `room` and `read`.
+    """A model that is loaded for the first time. MLX thread only, except `served` and `waits`.
 
-    `folders`: those of its base models. `nbytes`: estimated bytes of its weights, including shared
-    arrays. `reserved`: least bytes that it needs besides. The future `room` is done once the bytes
-    of the weights are charged to the budget, and `read` once they are read; either has an exception
-    if that is not possible. `on_read(share)` is called after each part that is read.
+    `steps` loads the model and begins to serve it, in as many steps as it yields and one more. The
+    future `served` is done then, or has the exception of the step that failed; cancel it to give
+    up. `waits`: it has no memory yet.
     """
 
-    def __init__(
-        self,
-        use: BaseUse,
-        folders: Sequence[Path] = (),
-        nbytes: int = 0,
-        reserved: int = 0,
-        on_read: Callable[[float], None] = lambda share: None,
-    ):
-        self.name, self.use, self.nbytes = use.name, use, nbytes
-        self._folders, self._on_read = folders, on_read
-        self.size = nbytes + reserved
-        self.room: Future[None] = Future()
-        self.read: Future[None] = Future()
+    short = False
+
+    def __init__(self, use: BaseUse, steps: Generator[None, None, None]):
+        self.name, self.use = use.name, use
+        self.nbytes = self.size = 0
+        self.served: Future[None] = Future()
+        self.waits = True
         self.wanted_at = 0.0
-        self._reading: Iterator[int] = iter(())
-        self._whole = 1
+        self._steps = steps
+        self._folders: Sequence[Path] = ()
+
+    def estimate(self, folders: Sequence[Path], nbytes: int, reserved: int) -> None:
+        """Set what is needed of a shared budget; call before the model is queued.
+
+        `folders`: those of its base models. `nbytes`: bytes of its weights, including shared
+        arrays. `reserved`: least bytes that it needs besides.
+        """
+        self._folders, self.nbytes, self.size = folders, nbytes, nbytes + reserved
 
     @property
     def left(self) -> bool:
-        """True if nobody waits for the model any more: `room` or `read` was cancelled."""
-        return self.room.cancelled() or self.read.cancelled()
+        return self.served.cancelled()
 
     def note_queued(self, now: float) -> None:
         self.wanted_at = now
 
-    def begin(self, weights: Weights) -> None:
-        self._reading, self._whole = weights.read(), max(1, weights.nbytes)
+    def begin(self, now: float) -> None:
+        self.waits = False
 
-    def read_on(self) -> bool:
-        """Read one more part of the weights; return whether all are read.
+    def step(self) -> bool:
+        """Take the next step, and return whether it was the last one."""
+        return next(self._steps, self) is self
 
-        Raises ModelError if the part cannot be read.
-        """
-        done = next(self._reading, None)
-        if done is not None:
-            self._on_read(done / self._whole)
-        return done is None
+    def give_up(self) -> None:
+        self._steps.close()
 
-    def end(self, error: Exception | None = None) -> None:
-        self._reading = iter(())
-        if not self.read.set_running_or_notify_cancel():
+    def end(self, error: BaseException | None = None) -> None:
+        if not self.served.set_running_or_notify_cancel():
             return
         if error is None:
-            self.read.set_result(None)
+            self.served.set_result(None)
         else:
-            self.read.set_exception(error)
+            self.served.set_exception(error)
 
     def claim(self) -> None:
         """Keep arrays of its base models that are in memory, even if other models are unloaded."""
@@ -253,6 +253,8 @@ class Resident:
 
     def begin(self, now: float) -> None:
         """Prepare to read the weights again, with `read_on`; charge `reserved` to the budget."""
+        unread = format_size(self.nbytes - self.use.held_bytes)
+        log.info("model %s: loading the weights, %s", self.name, unread)
         for kind in self._reserved.keys() - self._held:
             self.kv.budget.charge(kind, self._reserved[kind])
         self._held = set(self._reserved)

@@ -416,7 +416,7 @@ async def test_a_load_that_nobody_waits_for_any_more_takes_no_memory(
         memory.charge("other", free)
         asked = asyncio.create_task(models.of("b"))
         b = models.named("b")
-        while not b.awaits_room:  # noqa: ASYNC110 - nothing tells of it
+        while not b.first_load.awaits_room:  # noqa: ASYNC110 - nothing tells of it
             await asyncio.sleep(0.01)
         assert b.load_share is None
         asked.cancel()
@@ -425,7 +425,7 @@ async def test_a_load_that_nobody_waits_for_any_more_takes_no_memory(
         await asyncio.sleep(0.05)
         again.cancel()
         await asyncio.wait({again})
-        while b in models._opening:  # noqa: ASYNC110 - nothing tells of it
+        while b.first_load.state == "loading":  # noqa: ASYNC110 - nothing tells of it
             await asyncio.sleep(0.01)
         memory.charge("other", -free)
         before = memory_of(models)

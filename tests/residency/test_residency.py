@@ -409,9 +409,10 @@ class TestMemory:
         assert house.memory is not None
         for size in (1000, 10 * house.memory.limit):
             use = BaseUse(house.residency.account.bases, "c")
-            newcomer = Newcomer(use, [], size, 0)
+            newcomer = Newcomer(use, (None for _ in range(9)))
+            newcomer.estimate([], size, 0)
             house.residency.welcome(newcomer)
-            assert newcomer.room.cancel()
+            assert newcomer.served.cancel()
             house.residency.step()
         assert house.memory.used == 0
         assert not house.residency.busy
