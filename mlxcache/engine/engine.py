@@ -114,9 +114,8 @@ class Engine:
         self._records = records or Records(_ignore)
         self._database = database
         self._awake = awake or KeepAwake(on=settings.keep_awake, call_later=_call_later)
-        self._requests = RequestTable(
-            settings.queue, self._receive, self._records.end, self._awake.note_running, stall_s
-        )
+        self._stall_s = stall_s
+        self._requests = RequestTable(settings.queue, self._awake.note_running)
         self._rounds = rounds or Rounds()
         self._thread = self._rounds.thread
         heartbeat = self._thread.heartbeat
@@ -344,7 +343,17 @@ class Engine:
         if live is None:
             runtime.note_begin(job)
             keep = not self.settings.no_anticipate and runtime.next_turns.note_begin(job)
-            live = self._requests.add(job, record, guide, runtime.scheduler, keep_pieces=keep)
+            live = LiveRequest(
+                job,
+                record,
+                guide,
+                runtime.scheduler,
+                on_event=self._receive,
+                on_left=self._records.end,
+                stall_s=self._stall_s,
+                keep_pieces=keep,
+            )
+            self._requests.add(live)
         reply = ReplyRestorer(job.prompt.names, builder.canonicaliser.remember_call)
         limits = (job.timeout_s, self.settings.request_timeout)
         return live.join(record, reply, min((s for s in limits if s is not None), default=None))

@@ -143,35 +143,26 @@ class Records:
 
     def begin(self, job: Job, model: str | None = None) -> RequestRecord:
         """Make the record of a request that has just arrived for the model with label `model`."""
-        record = RequestRecord(
-            id=job.id,
-            session=job.session,
-            api=job.api,
-            client=job.client,
-            status="queued",
-            created_at=time.time() - job.loaded_s,
-            prompt_tokens=len(job.prompt.ids),
-            timing={"render_s": round(job.render_s, 6)},
-            canonicalised=job.prompt.rules,
-            owner=job.owner,
-            model=model,
-        )
-        self._kept.put(record.id, record)
+        record = self.expect(job, model)
+        record.created_at -= job.loaded_s
+        record.prompt_tokens = len(job.prompt.ids)
+        record.timing["render_s"] = round(job.render_s, 6)
+        record.canonicalised = job.prompt.rules
         return record
 
-    def expect(self, arrival: Arrival, model: str) -> RequestRecord:
+    def expect(self, request: Arrival | Job, model: str | None) -> RequestRecord:
         """Make the record of a request that waits until its model, of label `model`, is loaded.
 
         It is replaced by that of `begin`; see `forget`.
         """
         record = RequestRecord(
-            id=arrival.id,
-            session=arrival.session,
-            api=arrival.api,
-            client=arrival.client,
+            id=request.id,
+            session=request.session,
+            api=request.api,
+            client=request.client,
             status="queued",
             created_at=time.time(),
-            owner=arrival.owner,
+            owner=request.owner,
             model=model,
         )
         self._kept.put(record.id, record)

@@ -420,17 +420,9 @@ class RequestTable:
     in progress whenever it changes.
     """
 
-    def __init__(
-        self,
-        places: int,
-        on_event: OnEvent,
-        on_left: Callable[[RequestRecord], None],
-        note_running: Callable[[int], None],
-        stall_s: float,
-    ):
+    def __init__(self, places: int, note_running: Callable[[int], None]):
         self.forecast = Forecast()
-        self._places, self._stall_s = places, stall_s
-        self._on_event, self._on_left, self._note_running = on_event, on_left, note_running
+        self._places, self._note_running = places, note_running
         self._live: dict[str, LiveRequest] = {}
 
     def __len__(self) -> int:
@@ -463,29 +455,11 @@ class RequestTable:
             turns=len(waiting),  # each waiting session starts one before the next of this one
         )
 
-    def add(
-        self,
-        job: Job,
-        record: RequestRecord,
-        guide: Guide | None,
-        scheduler: Scheduler,
-        *,
-        keep_pieces: bool,
-    ) -> LiveRequest:
-        live = LiveRequest(
-            job,
-            record,
-            guide,
-            scheduler,
-            on_event=self._on_event,
-            on_left=self._on_left,
-            stall_s=self._stall_s,
-            keep_pieces=keep_pieces,
-        )
-        self._live[job.id] = live
+    def add(self, live: LiveRequest) -> None:
+        """Add a request and pass its task to the scheduler."""
+        self._live[live.job.id] = live
         self._note_running(len(self._live))
         live.submit()
-        return live
 
     def remove(self, live: LiveRequest) -> bool:
         """Remove a request that is over; return False if it was removed before."""

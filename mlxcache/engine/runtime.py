@@ -259,8 +259,15 @@ class ModelRuntime:
         """Make the source of guesses; measure the time of passes unless that was done before."""
         model = self.loaded.model
         if isinstance(model, Pair):
-            rule = self._make_draft_rule(model, on_progress)
-            return DraftModel(model, rule, self.settings.num_draft_tokens)
+            drafting = DraftCosts(
+                self._measured_passes(model.verify, "target", on_progress),
+                self._measured_passes(model.propose, "draft", on_progress),
+            )
+            log.info(
+                "drafts are verified: a pass with 1, 3 and 7 drafted tokens costs %s plain passes",
+                ", ".join(f"{drafting.round(drafts, 0):.2f}" for drafts in (1, 3, 7)),
+            )
+            return DraftModel(model, DraftRule(drafting), self.settings.num_draft_tokens)
         if self.settings.speculate == "off":
             return None
         if not self.layout.rewinds:
@@ -281,20 +288,6 @@ class ModelRuntime:
             redo=self.layout.opaque,
             forms=self._result_forms,
         )
-
-    def _make_draft_rule(
-        self, model: Pair, on_progress: Callable[[str, float | None], None]
-    ) -> DraftRule:
-        """Measure passes of the model and its draft model, unless that was done before."""
-        costs = DraftCosts(
-            self._measured_passes(model.verify, "target", on_progress),
-            self._measured_passes(model.propose, "draft", on_progress),
-        )
-        log.info(
-            "drafts are verified: a pass with 1, 3 and 7 drafted tokens costs %s plain passes",
-            ", ".join(f"{costs.round(drafts, 0):.2f}" for drafts in (1, 3, 7)),
-        )
-        return DraftRule(costs)
 
     def _measured_passes(
         self, model: object, part: str, on_progress: Callable[[str, float | None], None]

@@ -364,6 +364,26 @@ async def test_a_stop_while_a_model_loads_ends_the_thread(
         assert (await models.of("c")) is models.default  # nothing is loaded any more
 
 
+async def test_a_stop_ends_a_start_whose_weights_are_being_read(
+    entries: list[ModelEntry], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, read = Event(), Weights.read
+
+    def slowly(self: Weights) -> Iterator[int]:
+        for done in read(self, Pace(1, 1)):
+            begun.set()
+            time.sleep(0.05)
+            yield done
+
+    monkeypatch.setattr(Weights, "read", slowly)
+    models = Models(Settings(disk="off", cache_dir=tmp_path, models=tuple(entries[:1])))
+    starting = asyncio.create_task(models.start())
+    await asyncio.to_thread(begun.wait, 30)
+    await models.stop()
+    with pytest.raises(NotReady):
+        await asyncio.wait_for(starting, 10)
+
+
 async def test_requests_that_wait_for_a_first_load_are_listed_and_bounded(
     entries: list[ModelEntry], tmp_path: Path, slow: tuple[Event, Event]
 ) -> None:
