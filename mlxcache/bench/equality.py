@@ -21,7 +21,7 @@ from mlxcache.errors import GenerationFailed
 from mlxcache.guess.rule import LENGTHS, PassCosts
 from mlxcache.model.load import Loaded
 from mlxcache.model.own_time import rounding
-from mlxcache.scheduling.cost import PASSES_FAR, PASSES_NEAR
+from mlxcache.scheduling.short_passes import PASSES_FAR, PASSES_NEAR
 from mlxcache.scheduling.speculation import Conversations
 from mlxcache.types import (
     Finished,

@@ -15,12 +15,12 @@ from mlxcache.cache.disk import DiskTier
 from mlxcache.cache.kv_cache import KVCache
 from mlxcache.config.rules import RULES
 from mlxcache.engine.metrics import reuse_of
-from mlxcache.scheduling.cost import PrefillSpeed, figures_of
 from mlxcache.store.session_rows import SessionFigures
 from mlxcache.types import WARMING, RequestRecord
 
 if TYPE_CHECKING:
     from mlxcache.scheduling.anticipate import IdlePrefill
+    from mlxcache.scheduling.prefill import PrefillSpeed
     from mlxcache.scheduling.wall import Wall
 
 T = TypeVar("T")
@@ -115,6 +115,26 @@ class Totals:
         for rule in record.canonicalised:
             self.canonicalised[rule] += 1
         return figures
+
+
+def figures_of(record: RequestRecord, speed: PrefillSpeed) -> SessionFigures:
+    first = record.timing.get("first_token_s")
+    return SessionFigures(
+        requests=1,
+        first_tokens=int(first is not None),
+        first_token_s=first or 0.0,
+        prompt_tokens=record.prompt_tokens,
+        cached_tokens=record.cached_tokens,
+        restored_tokens=record.restored_tokens,
+        fed_tokens=record.fed_tokens,
+        generated_tokens=record.generated_tokens,
+        saved_tokens=speed.known_tokens(record.cached_tokens),
+        saved_s=speed.seconds(record.cached_tokens) or 0.0,
+        drafted_tokens=record.drafted_tokens,
+        accepted_tokens=record.accepted_tokens,
+        guess_passes=record.guess_passes,
+        guess_saved_s=record.guess_saved_s,
+    )
 
 
 def _plus(sums: T, **more: float) -> T:

@@ -48,12 +48,12 @@ from mlxcache.residency.memory import (
     plan_memory,
 )
 from mlxcache.scheduling.anticipate import NextTurnRenderer
-from mlxcache.scheduling.cost import measure_passes, passes_key, stored_passes
 from mlxcache.scheduling.decoder import Drawn, Row
 from mlxcache.scheduling.loop_guard import LoopGuard
 from mlxcache.scheduling.parts import WHOLE
 from mlxcache.scheduling.prefill import Limits
 from mlxcache.scheduling.scheduler import Scheduler
+from mlxcache.scheduling.short_passes import measure_passes, passes_key, stored_passes
 from mlxcache.scheduling.speculation import Conversations, DraftModel, Speculation
 from mlxcache.scheduling.task import Output, Task
 from mlxcache.sessions.book import ModelSessions

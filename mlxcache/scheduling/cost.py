@@ -9,31 +9,19 @@ where its term is the largest.
 
 from __future__ import annotations
 
-import hashlib
-import json
-import logging
-import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
-from mlxcache.guess.rule import LENGTHS, Curves
 from mlxcache.model import kv
 from mlxcache.model.device import DeviceKind
 from mlxcache.model.kv import Layout
 from mlxcache.model.lineage import Lineage, NewLineage
 from mlxcache.model.weights import longest_pass, shared_bytes
-from mlxcache.private import create
-from mlxcache.scheduling.decoder import normalised
-from mlxcache.store.session_rows import Measured, SessionFigures
-from mlxcache.types import RequestRecord, token_ids
-
-log = logging.getLogger("mlxcache.engine")
+from mlxcache.types import token_ids
 
 PROBE = 128
 """Tokens in each chunk that is fed to measure costs."""
@@ -175,7 +163,9 @@ class Cost:
         """Seconds are averaged, not rates, so that one slow chunk has an effect at once."""
         if tokens < FEWEST or seconds <= 0:
             return
-        pace = average_pace(self.paces, tokens, seconds, cached)
+        pace, where = seconds / tokens, range_of(cached)
+        before = self.paces.get(where, pace)
+        self.paces[where] = before + NEWEST * (pace - before)
         self.rate = 1 / (1 / self.rate + NEWEST * (pace - 1 / self.rate))
 
 
@@ -186,14 +176,6 @@ def range_of(cached: int) -> int:
 
 def _middle(where: int) -> float:
     return 0.75 * (NEAR << where) if where else NEAR / 2
-
-
-def average_pace(paces: dict[int, float], tokens: int, seconds: float, cached: int) -> float:
-    """Add a chunk to the moving average of its range; return the seconds per token of the chunk."""
-    pace, where = seconds / tokens, range_of(cached)
-    before = paces.get(where, pace)
-    paces[where] = before + NEWEST * (pace - before)
-    return pace
 
 
 def peak(run: Callable[[], object]) -> int:
@@ -329,194 +311,3 @@ def _fitted(near: int, long: int, wide: float, narrow: float) -> Cost:
     per_square = max(0.0, (three - 3 * one) / (6 * PROBE * PROBE))
     per_token = max(one / PROBE - per_square * PROBE, 64.0)
     return Cost(per_token, per_pair, 0.0, 0.0, per_key, per_square)
-
-
-LEAST = 128
-"""Tokens of the shortest chunk that is measured: shorter ones mostly show a pass's fixed cost."""
-
-
-class PrefillSpeed:
-    """Measured cost of prefill, by range of positions (`range_of`). MLX thread only.
-
-    `Cost` has moving averages, for planning the next chunk. Here only chunks of requests count, and
-    all of them alike. `Measured` is the tokens fed in a range, and the seconds that they took.
-    """
-
-    def __init__(self) -> None:
-        self._measured: dict[int, Measured] = {}
-        self._unsaved: dict[int, Measured] = {}
-
-    def resume(self, measured: Mapping[int, Measured]) -> None:
-        for where, (tokens, seconds) in measured.items():
-            _add(self._measured, where, tokens, seconds)
-
-    def observe(self, tokens: int, seconds: float, cached: int) -> None:
-        if tokens < LEAST or seconds <= 0:
-            return
-        for where, part in _by_range(cached, cached + tokens):
-            for held in (self._measured, self._unsaved):
-                _add(held, where, part, seconds * part / tokens)
-
-    def take_unsaved(self) -> dict[int, Measured]:
-        """Return what `observe` added since the last call, for the totals that `resume` gets."""
-        unsaved, self._unsaved = self._unsaved, {}
-        return unsaved
-
-    def seconds(self, tokens: int) -> float | None:
-        """Return the seconds for computing a prompt's first `tokens` tokens; None if unmeasured."""
-        priced = self._priced(tokens)
-        if tokens and not priced:
-            return None
-        return sum(part * pace for part, pace in priced)
-
-    def known_tokens(self, tokens: int) -> int:
-        """Return how many of a prompt's first `tokens` tokens are included in `seconds`."""
-        return sum(part for part, _ in self._priced(tokens))
-
-    def _priced(self, tokens: int) -> list[tuple[int, float]]:
-        """Divide a prompt's first `tokens` tokens into (tokens, seconds per token) by range."""
-        found, pace = [], None
-        for where, part in _by_range(0, tokens):
-            if (measured := self._measured.get(where)) is not None:
-                pace = measured[1] / measured[0]
-            if pace is not None:
-                found.append((part, pace))
-        return found
-
-
-def _by_range(start: int, end: int) -> Iterator[tuple[int, int]]:
-    while start < end:
-        where = range_of(start)
-        after = min(end, NEAR << where)
-        yield where, after - start
-        start = after
-
-
-def _add(held: dict[int, Measured], where: int, tokens: int, seconds: float) -> None:
-    before = held.get(where, (0, 0.0))
-    held[where] = before[0] + tokens, before[1] + seconds
-
-
-def figures_of(record: RequestRecord, speed: PrefillSpeed) -> SessionFigures:
-    first = record.timing.get("first_token_s")
-    return SessionFigures(
-        requests=1,
-        first_tokens=int(first is not None),
-        first_token_s=first or 0.0,
-        prompt_tokens=record.prompt_tokens,
-        cached_tokens=record.cached_tokens,
-        restored_tokens=record.restored_tokens,
-        fed_tokens=record.fed_tokens,
-        generated_tokens=record.generated_tokens,
-        saved_tokens=speed.known_tokens(record.cached_tokens),
-        saved_s=speed.seconds(record.cached_tokens) or 0.0,
-        drafted_tokens=record.drafted_tokens,
-        accepted_tokens=record.accepted_tokens,
-        guess_passes=record.guess_passes,
-        guess_saved_s=record.guess_saved_s,
-    )
-
-
-# -- passes over 1 to 32 tokens --------------------------------------------------------------------
-
-PASSES_NEAR, PASSES_FAR = 256, 4096
-"""Numbers of cached positions after which short passes are measured, or less if memory is short."""
-
-REPEATS = 3
-"""Number of times that a pass of each length is measured; the fastest counts."""
-
-FIRST = (1, 2, 4, 8, 16, 32)
-"""Lengths, in tokens, that are always measured, before the others."""
-
-LONGEST_S = 4.0
-"""Seconds of measuring after one number of cached positions, from which on lengths are left out."""
-
-
-MOST_KEPT = 31
-"""Models whose measurements are kept beside the newest."""
-
-
-def measure_passes(model: Any, layout: Layout, room: int) -> Curves:
-    """Measure passes over the numbers of tokens in `LENGTHS`, with a draw at each position.
-
-    Returns lists of (tokens, seconds) by the number of cached positions before the pass. `room`:
-    bytes that the KV may take. Blocks; MLX thread only.
-    """
-    most = room // max(1, layout.bytes_per_token) - 2 * LENGTHS[-1]
-    places = sorted({max(1, min(PASSES_NEAR, most)), max(1, min(PASSES_FAR, most))})
-    line = Lineage(layout)
-    line.grow(places[-1] + LENGTHS[-1])
-    curves = {at: _curve(model, line, at) for at in places}
-    line.release()
-    mx.clear_cache()
-    return curves
-
-
-def _curve(model: Any, line: Lineage, at: int) -> list[tuple[int, float]]:
-    began, found = time.perf_counter(), dict[int, float]()
-    for tokens in sorted(LENGTHS, key=lambda n: (n not in FIRST, n)):
-        if len(found) >= len(FIRST) and time.perf_counter() - began > LONGEST_S:
-            break
-        _feed(model, line, at, tokens)  # compiles the kernels
-        repeats = REPEATS if time.perf_counter() - began < LONGEST_S else 1
-        found[tokens] = min(_feed(model, line, at, tokens) for _ in range(repeats))
-    return sorted(found.items())
-
-
-def _feed(model: Any, line: Lineage, at: int, tokens: int) -> float:
-    line.pretend(at)
-    line.settle()
-    fed = mx.zeros((1, tokens), mx.int32)
-    mx.synchronize()
-    began = time.perf_counter()
-    logits = model(fed, cache=line.caches)
-    lines = [normalised(logits[:, i, :])[0] for i in range(tokens)]
-    mx.eval([mx.argmax(one, axis=-1) for one in lines])
-    kv.eval_states(line.caches)
-    return max(1e-6, time.perf_counter() - began)
-
-
-def stored_passes(file: Path, key: str | None, measure: Callable[[], Curves]) -> Curves:
-    if key is None:
-        return measure()
-    found = load_passes(file, key)
-    if found is None:
-        found = measure()
-        save_passes(file, key, found)
-    return found
-
-
-def load_passes(file: Path, key: str) -> Curves | None:
-    try:
-        held = json.loads(file.read_bytes())[key]
-        return {int(at): [(int(n), float(s)) for n, s in points] for at, points in held.items()}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return None
-
-
-def save_passes(file: Path, key: str, curves: Curves) -> None:
-    """Store `curves` for `key` in `file`, replaced atomically; log a warning if that fails."""
-    try:
-        known = json.loads(file.read_bytes())
-    except (OSError, ValueError):
-        known = {}
-    known = dict(list(known.items())[-MOST_KEPT:]) if isinstance(known, dict) else {}
-    entry = {str(at): [list(point) for point in points] for at, points in curves.items()}
-    draft = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        with create(draft) as out:
-            out.write(json.dumps({**known, key: entry}).encode())
-        draft.replace(file)
-    except OSError as error:
-        log.warning(
-            "measured costs of passes not stored, so the next start measures them again: %s", error
-        )
-
-
-def passes_key(namespace: str, layout: Layout) -> str:
-    """It depends on the device and on the versions of MLX and mlx-lm too."""
-    info = mx.device_info() if mx.default_device() == mx.gpu else {}
-    machine = (str(info.get("device_name", "cpu")), str(os.cpu_count()))
-    parts = (namespace, repr(layout.specs), *machine, version("mlx"), version("mlx-lm"))
-    text = "\n".join(parts)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

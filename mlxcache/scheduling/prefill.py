@@ -1,4 +1,4 @@
-"""Prefill: choice of the next prompt, length of its chunk, and balance with decoding.
+"""Prefill: choice of the next prompt, length of its chunk, its speed, and balance with decoding.
 
 MLX thread only.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from mlxcache.errors import GenerationFailed
 from mlxcache.model import device
 from mlxcache.model import kv as model_kv
 from mlxcache.model.lineage import Lineage, ends_finite
-from mlxcache.scheduling.cost import FEWEST, Cost, PrefillSpeed, range_of
+from mlxcache.scheduling.cost import FEWEST, NEAR, Cost, range_of
 from mlxcache.scheduling.decoder import NonFiniteOutput
 from mlxcache.scheduling.images import Images
 from mlxcache.scheduling.task import Task
@@ -48,6 +48,9 @@ DECODING_S = 0.4
 IDLE_S = 0.25
 """Length of a chunk in seconds: alone, while other prompts wait, while replies are decoded, and
 while the server is idle, when a new request waits for it."""
+
+LEAST_MEASURED = 128
+"""Tokens of the shortest chunk that is measured: shorter ones mostly show a pass's fixed cost."""
 
 
 def chunk_seconds(*, waiting: bool, decoding: bool) -> float:
@@ -121,6 +124,68 @@ class Limits:
     prefill_chunk: int
     context: int
     transient: int
+
+
+class PrefillSpeed:
+    """Measured cost of prefill, by range of positions (`range_of`). MLX thread only.
+
+    `Cost` has moving averages, for planning the next chunk. Here only chunks of requests count, and
+    all of them alike. By range: the tokens fed in it, and the seconds that they took.
+    """
+
+    def __init__(self) -> None:
+        self._measured: dict[int, tuple[int, float]] = {}
+        self._unsaved: dict[int, tuple[int, float]] = {}
+
+    def resume(self, measured: Mapping[int, tuple[int, float]]) -> None:
+        for where, (tokens, seconds) in measured.items():
+            _add(self._measured, where, tokens, seconds)
+
+    def observe(self, tokens: int, seconds: float, cached: int) -> None:
+        if tokens < LEAST_MEASURED or seconds <= 0:
+            return
+        for where, part in _by_range(cached, cached + tokens):
+            for held in (self._measured, self._unsaved):
+                _add(held, where, part, seconds * part / tokens)
+
+    def take_unsaved(self) -> dict[int, tuple[int, float]]:
+        """Return what `observe` added since the last call, for the totals that `resume` gets."""
+        unsaved, self._unsaved = self._unsaved, {}
+        return unsaved
+
+    def seconds(self, tokens: int) -> float | None:
+        """Return the seconds for computing a prompt's first `tokens` tokens; None if unmeasured."""
+        priced = self._priced(tokens)
+        if tokens and not priced:
+            return None
+        return sum(part * pace for part, pace in priced)
+
+    def known_tokens(self, tokens: int) -> int:
+        """Return how many of a prompt's first `tokens` tokens are included in `seconds`."""
+        return sum(part for part, _ in self._priced(tokens))
+
+    def _priced(self, tokens: int) -> list[tuple[int, float]]:
+        """Divide a prompt's first `tokens` tokens into (tokens, seconds per token) by range."""
+        found, pace = [], None
+        for where, part in _by_range(0, tokens):
+            if (measured := self._measured.get(where)) is not None:
+                pace = measured[1] / measured[0]
+            if pace is not None:
+                found.append((part, pace))
+        return found
+
+
+def _by_range(start: int, end: int) -> Iterator[tuple[int, int]]:
+    while start < end:
+        where = range_of(start)
+        after = min(end, NEAR << where)
+        yield where, after - start
+        start = after
+
+
+def _add(held: dict[int, tuple[int, float]], where: int, tokens: int, seconds: float) -> None:
+    before = held.get(where, (0, 0.0))
+    held[where] = before[0] + tokens, before[1] + seconds
 
 
 class Prefill:

@@ -11,7 +11,7 @@ from mlxcache.engine.runtime import ModelRuntime
 from mlxcache.guess.rule import LENGTHS, PassCosts
 from mlxcache.model import kv
 from mlxcache.prompt.builder import ResultForms
-from mlxcache.scheduling.cost import load_passes, measure_passes, save_passes
+from mlxcache.scheduling.short_passes import load_passes, measure_passes, save_passes
 from mlxcache.types import Chat, Finished, Job, Sampling, Tokens, token_ids
 from tests.engine.running import started
 from tests.scheduled import Bench

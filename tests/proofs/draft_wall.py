@@ -19,7 +19,7 @@ from mlxcache.cache.kv_cache import KVCache
 from mlxcache.guess.drafts import DraftCosts, DraftRule
 from mlxcache.guess.rule import PassCosts
 from mlxcache.model.pair import Pair
-from mlxcache.scheduling.cost import measure_passes
+from mlxcache.scheduling.short_passes import measure_passes
 from mlxcache.tree.budget import Budget
 from tests.proofs.speculation_wall import timed
 from tests.scheduled import Bench, drafting

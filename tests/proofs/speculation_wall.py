@@ -20,7 +20,7 @@ import mlx.core as mx
 from mlxcache.guess.forms import reply_form
 from mlxcache.guess.rule import PassCosts
 from mlxcache.model.kv import Layout
-from mlxcache.scheduling.cost import measure_passes
+from mlxcache.scheduling.short_passes import measure_passes
 from mlxcache.scheduling.speculation import Conversations
 from mlxcache.scheduling.task import Output, Task
 from mlxcache.types import Tokens, token_ids

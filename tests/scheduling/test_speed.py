@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxcache.scheduling.cost import LEAST, NEAR, PrefillSpeed, figures_of, range_of
+from mlxcache.engine.figures import figures_of
+from mlxcache.scheduling.cost import NEAR, range_of
+from mlxcache.scheduling.prefill import LEAST_MEASURED, PrefillSpeed
 from mlxcache.types import RequestRecord
 
 
@@ -22,7 +24,11 @@ def measured(*chunks: tuple[int, float, int]) -> PrefillSpeed:
     [
         ([], 500, None),
         ([], 0, 0.0),  # reusing nothing saves nothing
-        ([(LEAST - 1, 1.0, 0), (LEAST, 0.0, 0)], 500, None),  # mostly a pass's fixed cost
+        (
+            [(LEAST_MEASURED - 1, 1.0, 0), (LEAST_MEASURED, 0.0, 0)],
+            500,
+            None,
+        ),  # mostly a pass's fixed cost
         ([(1000, 1.0, 0), (1000, 4.0, 1024)], 500, 0.5),
         ([(1000, 1.0, 0), (1000, 4.0, 1024)], 2024, 1.024 + 4.0),
         ([(1000, 1.0, 0), (1000, 2.0, 0), (500, 0.5, 0)], 1000, 1.4),
@@ -55,7 +61,7 @@ def test_what_is_known_is_kept_by_range():
 
 
 chunks = st.lists(
-    st.tuples(st.integers(LEAST, 5000), st.floats(1e-3, 100.0)), min_size=1, max_size=12
+    st.tuples(st.integers(LEAST_MEASURED, 5000), st.floats(1e-3, 100.0)), min_size=1, max_size=12
 )
 
 
