@@ -12,9 +12,10 @@ A class that is not named here is unknown, and its content is never reused. MLX 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 from mlx_lm.models.cache import (
@@ -32,6 +33,11 @@ from mlxcache.model.arrays import ArraySpec, appended, tree_arrays
 from mlxcache.model.grouped import NAME as LAYER_CACHE
 from mlxcache.model.grouped import GroupedCache, GroupRows, RecentRows, grouped
 
+Kind = Literal[
+    "sliceable", "latent", "grouped", "window", "recurrent", "chunked", "recent", "ring", "unknown"
+]
+"""How a slot caches, for the user; those that are easier to reuse come first."""
+
 
 class Sliced:
     """Adapter for slots of a class that hold a row for every position.
@@ -41,7 +47,6 @@ class Sliced:
     mlx-lm can read the class from a prompt cache file.
     """
 
-    verb = "slice"
     quantised = False
     portable = True
 
@@ -49,6 +54,12 @@ class Sliced:
         self.name = name
         self.places = tuple(places)
         self.batchable = batchable
+
+    def kind(self, slot: Any) -> Kind:
+        first, *rest = self.arrays(slot)
+        latent = len(rest) == 1 and all(a.shape[1] == 1 for a in (first, *rest))
+        # multi-head latent attention: a latent and its rotary part
+        return "latent" if latent and first.shape[3] != rest[0].shape[3] else "sliceable"
 
     def filled(self, slot: Any) -> bool:
         return slot.keys is not None
@@ -89,7 +100,8 @@ class Sliced:
 
 
 class Windowed(Sliced):
-    verb = "window"
+    def kind(self, slot: Any) -> Kind:
+        return "window"
 
     def end_at(self, slot: Any, offset: int) -> None:
         slot.offset = slot._idx = offset
@@ -130,6 +142,9 @@ class Quantised(Sliced):
 
 class Grouped(Sliced):
     portable = False
+
+    def kind(self, slot: Any) -> Kind:
+        return "grouped"
 
     def filled(self, slot: Any) -> bool:
         return slot.rows is not None
@@ -199,14 +214,13 @@ class WindowCache(RotatingKVCache):  # type: ignore[misc]
         return ring
 
 
-class Checkpointed:
+class Checkpointed(ABC):
     """Adapter for slots of a class whose state stands for exactly one position.
 
     `growing`: the axis of its arrays that may have any size. `rewinds`: the arrays of its state are
     replaced, and never written to, when the model is fed. The rest as in `Sliced`.
     """
 
-    verb = "checkpoint"
     portable = True
     rewinds = False
     growing: int | None = None
@@ -214,6 +228,13 @@ class Checkpointed:
     def __init__(self, name: str, *, batchable: bool = False):
         self.name = name
         self.batchable = batchable
+
+    @abstractmethod
+    def kind(self, slot: Any) -> Kind: ...
+
+    def window(self, slot: Any) -> int | None:
+        """Return the tokens of its window or chunk, None if it has neither."""
+        return None
 
     def state(self, slot: Any) -> Any:
         """Return the state as nested tuples of lazy views, without what nothing attends to."""
@@ -253,12 +274,21 @@ class Checkpointed:
 class Recurrent(Checkpointed):
     rewinds = True
 
+    def kind(self, slot: Any) -> Kind:
+        return "recurrent"
+
     def set_state(self, slot: Any, state: Any) -> None:
         slot.state = [list(state[0]), *state[1:]]
 
 
 class Chunked(Checkpointed):
     growing = 2
+
+    def kind(self, slot: Any) -> Kind:
+        return "chunked"
+
+    def window(self, slot: Any) -> int | None:
+        return int(slot.chunk_size)
 
     def state(self, slot: Any) -> Any:
         return slot.state if slot.keys is None else self._cut(slot.state)
@@ -298,6 +328,12 @@ class Ring(Checkpointed):
 
     growing = 2
 
+    def kind(self, slot: Any) -> Kind:
+        return "ring"
+
+    def window(self, slot: Any) -> int | None:
+        return int(slot.max_size)
+
     def state(self, slot: Any) -> Any:
         if slot.keys is None:
             return slot.state
@@ -330,6 +366,12 @@ class Recent(Checkpointed):
     portable = False
     rewinds = True
     growing = 1
+
+    def kind(self, slot: Any) -> Kind:
+        return "recent" if self.window(slot) else "grouped"
+
+    def window(self, slot: Any) -> int | None:
+        return int(slot.window_size) if slot.window_size > 1 else None  # 1: only an open group
 
     def set_state(self, slot: Any, state: Any) -> None:
         slot.restore(state)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, get_args
 
 import mlx.core as mx
 from mlx import nn
@@ -19,17 +19,7 @@ from mlx_lm.utils import _get_classes, load_config
 
 from mlxcache.errors import ModelError
 from mlxcache.model import kv
-from mlxcache.model.adapters import (
-    Checkpointed,
-    Chunked,
-    Grouped,
-    Recent,
-    Recurrent,
-    Ring,
-    Sliced,
-    adapter_of,
-    class_name,
-)
+from mlxcache.model.adapters import Checkpointed, Kind, Sliced, adapter_of, class_name
 from mlxcache.model.backend import Backend, choose_backend, may_see, takes_images
 from mlxcache.model.folder import context_length, native_length
 from mlxcache.model.hub import here, outline
@@ -37,10 +27,6 @@ from mlxcache.model.kv import Layout
 from mlxcache.model.load import ModelSpec, load, why_unseen
 from mlxcache.model.pair import unfit
 from mlxcache.types import ModelInfo
-
-Kind = Literal[
-    "sliceable", "latent", "grouped", "window", "recurrent", "chunked", "recent", "ring", "unknown"
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +161,7 @@ def _group(slots: Sequence[Any]) -> Group:
     ]
     return Group(
         layers=1,
-        kinds=tuple(sorted(found, key=_DEMANDS.index)),
+        kinds=tuple(sorted(found, key=get_args(Kind).index)),
         size=max((size for size in found.values() if size is not None), default=None),
         cls=" + ".join(dict.fromkeys(class_name(slot) for slot in slots)),
         bytes_per_token=sum(a.shape[1] * a.shape[3] * a.dtype.size for a in rows),
@@ -187,40 +173,6 @@ def _group(slots: Sequence[Any]) -> Group:
     )
 
 
-_DEMANDS: tuple[Kind, ...] = (
-    "sliceable", "latent", "grouped", "window", "recurrent", "chunked", "recent", "ring", "unknown",
-)  # fmt: skip
-
-
 def _kind(slot: Any) -> tuple[Kind, int | None]:
     adapter = adapter_of(slot)
-    if isinstance(adapter, Sliced):
-        window = adapter.window(slot)
-        if window is not None:
-            return "window", window
-        if isinstance(adapter, Grouped):
-            return "grouped", None
-        return ("latent" if _latent(kv.arrays_of(slot)) else "sliceable"), None
-    if isinstance(adapter, Recent) and slot.window_size == 1:  # nothing but a group that is open
-        return "grouped", None
-    for one, kind, size in _CHECKPOINTED:
-        if isinstance(adapter, one):
-            return kind, None if size is None else int(getattr(slot, size))
-    return "unknown", None
-
-
-_CHECKPOINTED: tuple[tuple[type[Checkpointed], Kind, str | None], ...] = (
-    (Recurrent, "recurrent", None),
-    (Chunked, "chunked", "chunk_size"),
-    (Recent, "recent", "window_size"),
-    (Ring, "ring", "max_size"),
-)
-
-
-def _latent(arrays: Sequence[mx.array]) -> bool:
-    """Return whether two arrays are a latent and its rotary part (multi-head latent attention)."""
-    return (
-        len(arrays) == 2
-        and all(array.shape[1] == 1 for array in arrays)
-        and arrays[0].shape[3] != arrays[1].shape[3]
-    )
+    return ("unknown", None) if adapter is None else (adapter.kind(slot), adapter.window(slot))

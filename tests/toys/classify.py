@@ -21,7 +21,7 @@ from mlx_lm.processors import PROCESSORS
 
 from mlxcache.errors import ModelError
 from mlxcache.model import kv
-from mlxcache.model.adapters import Adapter, adapter_of, class_name, parts_of
+from mlxcache.model.adapters import Adapter, Sliced, Windowed, adapter_of, class_name, parts_of
 from mlxcache.model.kv import check_classes
 from tests.toys import tiny
 
@@ -71,21 +71,26 @@ def classified(name: str) -> Family:
     raw = make_prompt_cache(model)
     slots = kv.flatten(kv.make_caches(model))
     if layout is not None:  # what a model never fills is of no account
-        kept = {*layout.linear, *(i for i, slot in enumerate(slots) if not _sliced(slot))}
+        kept = {
+            *layout.linear,
+            *(i for i, slot in enumerate(slots) if not isinstance(adapter_of(slot), Sliced)),
+        }
         slots = [slot for i, slot in enumerate(slots) if i in kept]
     adapters = [adapter_of(slot) for slot in slots]
     return Family(
         name,
         tuple(dict.fromkeys(map(_class, raw))),
-        frozenset(adapter.verb for adapter in adapters if adapter is not None),
+        frozenset(_verb(adapter) for adapter in adapters if adapter is not None),
         tuple(sorted({class_name(slot) for slot in slots if adapter_of(slot) is None})),
         layout.batchable if layout is not None else _batchable(adapters),
         _quantised(model, fed),
     )
 
 
-def _sliced(slot: Any) -> bool:
-    return getattr(adapter_of(slot), "verb", "") in ("slice", "window")
+def _verb(adapter: Adapter) -> str:
+    if isinstance(adapter, Sliced):
+        return "window" if isinstance(adapter, Windowed) else "slice"
+    return "checkpoint"
 
 
 def _batchable(adapters: Sequence[Adapter | None]) -> bool:

@@ -20,7 +20,8 @@ from mlxcache.config import Settings, disk_limit, format_size
 from mlxcache.config.models import ModelEntry, model_id
 from mlxcache.engine.opening import spec_of
 from mlxcache.errors import ModelError
-from mlxcache.model.examine import Examined, Group, Kind, examine
+from mlxcache.model.adapters import Kind
+from mlxcache.model.examine import Examined, Group, examine
 from mlxcache.model.hub import check, here
 from mlxcache.model.sampling import describe
 from mlxcache.types import ModelInfo
