@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 from typing import BinaryIO
 
@@ -25,3 +26,16 @@ def create(path: Path) -> BinaryIO:
     if os.name == "posix" and os.fstat(fd).st_uid == os.getuid() and path.is_file():
         os.fchmod(fd, 0o600)  # it may have existed
     return os.fdopen(fd, "wb")
+
+
+def replace(path: Path, content: bytes) -> None:
+    """Write a whole file, which no other process ever sees in part; create its folder if needed."""
+    make_folder(path.parent)
+    fd, draft = tempfile.mkstemp(".tmp", path.name, path.parent)  # mode 0600
+    try:
+        with os.fdopen(fd, "wb") as out:
+            out.write(content)
+        os.replace(draft, path)
+    except BaseException:
+        Path(draft).unlink(missing_ok=True)
+        raise

@@ -26,6 +26,7 @@ from mlxcache.ranks.rank_zero import RankZero
 from mlxcache.residency.memory import IMAGES_PART, MemoryPlan
 from mlxcache.scheduling import images
 from mlxcache.sessions.journal import Served
+from mlxcache.store.kv_files import KV_FORMAT
 from mlxcache.store.store import Store
 
 if TYPE_CHECKING:
@@ -102,6 +103,7 @@ def namespace_of(
         adapter=Path(settings.adapter) if settings.adapter else None,
         memo=settings.cache_dir / "fingerprints.json",
         layout_key=layout_key,
+        kv_format=KV_FORMAT,
         draft=draft,
         backend=backend,
     )

@@ -8,25 +8,19 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import re
-import tempfile
 import time
 from collections.abc import Iterable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from mlxcache.disk_calls import sync
 from mlxcache.errors import ModelError
 from mlxcache.model.backend import PROCESSOR_FILES, choose_backend, vlm_version
 from mlxcache.model.folder import checked_config
-from mlxcache.private import make_folder
+from mlxcache.private import replace
 
 log = logging.getLogger("mlxcache.model")
-
-FORMAT = 1
-"""Version of stored KV. It is raised when KV stored before must not be used any more."""
 
 ADAPTER_FILES = ("adapter_config.json", "adapters.safetensors")
 _CONFIGS = ("config.json", "hf_quant_config.json")  # the second is NVIDIA's, read by mlx-lm
@@ -44,14 +38,15 @@ def fingerprint(
     adapter: Path | None,
     memo: Path,
     layout_key: str,
+    kv_format: int,
     draft: Path | None = None,
     backend: str | None = None,
 ) -> str:
     """Return the namespace of the model in folder `path`, as 32 hexadecimal digits.
 
     It covers the content of all files that decide about KV, `layout_key` (a text that stands for
-    the shapes and dtypes of KV), and versions, but no name, so a model has the same namespace
-    wherever its folder is.
+    the shapes and dtypes of KV), `kv_format` and other versions, but no name, so a model has the
+    same namespace wherever its folder is.
 
     Weights and code are identified by their SHA-256. A large file in the Hub's cache has it as its
     name. Other files are read once, which blocks; their digests are kept in the file `memo` while
@@ -65,7 +60,7 @@ def fingerprint(
     adapters = [] if adapter is None else [adapter.expanduser() / name for name in ADAPTER_FILES]
     content = _digests([*weights, *code, *adapters[1:]], memo)
     covered = {
-        "format": FORMAT,
+        "format": kv_format,
         "mlx_lm": version("mlx-lm"),
         "layout": layout_key,
         "configs": {n: _read_json(path / n) for n in _CONFIGS if (path / n).exists()},
@@ -78,7 +73,9 @@ def fingerprint(
         covered |= {"backend": "mlx-vlm", "mlx_vlm": vlm_version()}
         covered |= {"processor": [_read_json(file) for file in files if file.exists()]}
     if draft is not None:
-        covered["draft"] = fingerprint(draft, adapter=None, memo=memo, layout_key="")
+        covered["draft"] = fingerprint(
+            draft, adapter=None, memo=memo, layout_key="", kv_format=kv_format
+        )
     text = json.dumps(covered, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -154,23 +151,8 @@ def _save_memo(memo: Path, known: Mapping[str, Any], fresh: Mapping[str, tuple[S
         except OSError:
             continue
     try:
-        _replace(memo, json.dumps({"version": _MEMO_VERSION, "files": files}))
+        replace(memo, json.dumps({"version": _MEMO_VERSION, "files": files}).encode())
     except OSError as error:
         log.warning(
             "digests of weights not saved, weights are read again at the next start: %s", error
         )
-
-
-def _replace(file: Path, text: str) -> None:
-    """Write `text` to `file` atomically, readable by the user only."""
-    make_folder(file.parent)
-    handle, name = tempfile.mkstemp(dir=file.parent, prefix=file.name, suffix=".tmp")  # mode 0600
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as out:
-            out.write(text)
-            out.flush()
-            sync(out.fileno())
-        os.replace(name, file)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise

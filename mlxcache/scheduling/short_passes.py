@@ -18,7 +18,7 @@ from mlxcache.guess.rule import LENGTHS, Curves
 from mlxcache.model import kv
 from mlxcache.model.kv import Layout
 from mlxcache.model.lineage import Lineage
-from mlxcache.private import create
+from mlxcache.private import replace
 from mlxcache.scheduling.decoder import normalised
 
 log = logging.getLogger("mlxcache.engine")
@@ -105,11 +105,8 @@ def save_passes(file: Path, key: str, curves: Curves) -> None:
         known = {}
     known = dict(list(known.items())[-MOST_KEPT:]) if isinstance(known, dict) else {}
     entry = {str(at): [list(point) for point in points] for at, points in curves.items()}
-    draft = file.with_name(f".{file.name}.{os.getpid()}")
     try:
-        with create(draft) as out:
-            out.write(json.dumps({**known, key: entry}).encode())
-        draft.replace(file)
+        replace(file, json.dumps({**known, key: entry}).encode())
     except OSError as error:
         log.warning(
             "measured costs of passes not stored, so the next start measures them again: %s", error

@@ -27,6 +27,13 @@ from mlxcache.store.index import Row
 from mlxcache.types import Tokens, ids_of_bytes
 
 VERSION = "1"
+
+KV_FORMAT = 1
+"""Version of the KV in all files, a part of each model's namespace.
+
+It is raised when KV stored before must not be used any more, although its files can be read.
+"""
+
 _CHECKSUM_BYTES = 8
 
 READ_BYTES = 1 << 20

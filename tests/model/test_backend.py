@@ -154,7 +154,7 @@ def test_the_namespace_has_the_backend_of_mlx_vlm_alone(
         for module in (backend, fingerprint):
             monkeypatch.setattr(module, "vlm_version", lambda: installed)
         memo = tmp_path / "memo.json"
-        return fingerprint.fingerprint(folder, adapter=None, memo=memo, layout_key="")
+        return fingerprint.fingerprint(folder, adapter=None, memo=memo, layout_key="", kv_format=1)
 
     plain = of(None)
     (folder / "more.safetensors").write_bytes(b"mlx-lm does not read this")

@@ -39,8 +39,16 @@ def settled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_SETTLED_NS", 0)
 
 
-def of(model: Path, memo: Path, adapter: Path | None = None, layout_key: str = "f32") -> str:
-    return fingerprint(model, adapter=adapter, memo=memo, layout_key=layout_key)
+def of(
+    model: Path,
+    memo: Path,
+    adapter: Path | None = None,
+    layout_key: str = "f32",
+    kv_format: int = 1,
+) -> str:
+    return fingerprint(
+        model, adapter=adapter, memo=memo, layout_key=layout_key, kv_format=kv_format
+    )
 
 
 def flip(file: Path, at: int = 77) -> None:
@@ -86,8 +94,7 @@ def test_any_changed_content_changes_it(model: Path, memo: Path, tmp_path: Path)
 
 def test_versions_change_it(model: Path, memo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = {of(model, memo)}
-    monkeypatch.setattr(module, "FORMAT", module.FORMAT + 1)
-    seen.add(of(model, memo))
+    seen.add(of(model, memo, kv_format=2))
     monkeypatch.setattr(module, "version", lambda _: "0.99")
     seen.add(of(model, memo))
     assert len(seen) == 3
@@ -207,7 +214,9 @@ def test_a_draft_makes_another_namespace(model: Path, memo: Path, tmp_path: Path
     flip(draft / WEIGHTS)
 
     def pair() -> str:
-        return fingerprint(model, adapter=None, memo=memo, layout_key="f32", draft=draft)
+        return fingerprint(
+            model, adapter=None, memo=memo, layout_key="f32", kv_format=1, draft=draft
+        )
 
     alone, first = of(model, memo), pair()
     flip(draft / WEIGHTS)

@@ -174,7 +174,9 @@ def test_quantised_kv_is_possible_without_images(folder: Path) -> None:
 def test_other_settings_and_another_library_are_another_namespace(folder: Path) -> None:
     def of(backend: str) -> str:
         memo = folder.parent / "memo.json"
-        return fingerprint(folder, adapter=None, memo=memo, layout_key="", backend=backend)
+        return fingerprint(
+            folder, adapter=None, memo=memo, layout_key="", kv_format=1, backend=backend
+        )
 
     text, images = of("mlx-lm"), of("mlx-vlm")
     assert text != images
