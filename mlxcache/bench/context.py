@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import shutil
 import signal
@@ -22,7 +21,7 @@ from mlxcache.bench.client import Client
 from mlxcache.bench.findings import Findings
 from mlxcache.bench.process import Launch, OwnTime, Server, measuring, mlx_lm_server, ours
 from mlxcache.bench.turns import Filler
-from mlxcache.errors import ModelError
+from mlxcache.model.folder import native_length
 
 WORKING_BYTES = 1_500_000_000
 """Bytes that a process needs besides weights and KV, for computing, MLX's pool and Python."""
@@ -124,9 +123,7 @@ class Subject:
     @property
     def context_length(self) -> int:
         """Maximum tokens of prompt and reply; 0 if config.json does not say."""
-        text = self.config.get("text_config") or self.config
-        length = text.get("max_position_embeddings")
-        return length if isinstance(length, int) else 0
+        return native_length(self.config) or 0
 
     def needed_bytes(self, tokens: int, *, processes: int = 1, rows: int = 1) -> int:
         """Return the estimated bytes of `processes`, each with `rows` simultaneous replies.
@@ -135,16 +132,6 @@ class Subject:
         """
         kv = 1.1 * self.kv_bytes_per_token * tokens * rows
         return round(processes * (self.weights_bytes + kv + WORKING_BYTES))
-
-
-def read_config(folder: Path) -> Mapping[str, Any]:
-    try:
-        value = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{folder} has no readable config.json of a model: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{folder} is not a model: its config.json is not a JSON object.")
-    return value
 
 
 def usable_bytes(device: Mapping[str, Any]) -> int:

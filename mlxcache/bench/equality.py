@@ -9,8 +9,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
+import mlx.core as mx
 import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
 
 from mlxcache.bench.context import Scale
 from mlxcache.bench.device_faults import ERRORS, FailingDevice, failing
@@ -20,7 +23,6 @@ from mlxcache.engine.runtime import ModelRuntime
 from mlxcache.errors import GenerationFailed
 from mlxcache.guess.rule import LENGTHS, PassCosts
 from mlxcache.model.load import Loaded
-from mlxcache.model.own_time import rounding
 from mlxcache.scheduling.short_passes import PASSES_FAR, PASSES_NEAR
 from mlxcache.scheduling.speculation import Conversations
 from mlxcache.types import (
@@ -88,6 +90,20 @@ class Comparison:
     def end(self) -> None:
         if self.wrong:
             raise Unequal("; ".join(self.wrong))
+
+
+def rounding(model: Any, tokens: Tokens, split: int) -> float:
+    """Measure how much the last log-probabilities change if a prompt is fed in other passes."""
+    ends = [list(range(2048, len(tokens), 2048)), [*range(2048, split, 2048), split]]
+    rows = []
+    for cuts in ends:
+        cache = make_prompt_cache(model)
+        for start, end in zip([0, *cuts], [*cuts, len(tokens)], strict=True):
+            logits = model(mx.array(tokens[start:end])[None], cache=cache)[0, -1]
+            mx.eval(logits, [layer.state for layer in cache])
+        rows.append(logits - mx.logsumexp(logits))
+    first, second = (np.array(row.astype(mx.float32)) for row in rows)
+    return float(np.abs(first - second).max())
 
 
 async def tolerance_of(inside: Inside, ids: Tokens) -> tuple[float, float]:

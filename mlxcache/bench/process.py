@@ -291,7 +291,7 @@ class OwnTime:
 @contextlib.contextmanager
 def measuring(model: Path, logs: Path) -> Iterator[OwnTime]:
     """Yield a process with a model loaded by mlx-lm. Raises NotApplicable if it can't be timed."""
-    command, pipe = [sys.executable, "-m", "mlxcache.model.own_time", str(model)], subprocess.PIPE
+    command, pipe = [sys.executable, "-m", "mlxcache.bench.own_time", str(model)], subprocess.PIPE
     with (logs / "own_time.log").open("wb") as errors:
         process = subprocess.Popen(
             command, stdin=pipe, stdout=pipe, stderr=errors, text=True, start_new_session=True

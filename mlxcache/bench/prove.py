@@ -38,15 +38,15 @@ from mlxcache.bench.context import (
     Scale,
     Subject,
     TimeUp,
-    read_config,
     usable_bytes,
 )
 from mlxcache.bench.findings import Findings, NotApplicable
 from mlxcache.bench.machine import describe_machine, device_info, private_strings, scrub
 from mlxcache.bench.process import tail
+from mlxcache.bench.random_model import SIZES, WEIGHTS, Weights, make_random
 from mlxcache.bench.report import wide_console
 from mlxcache.errors import MlxcacheError, ModelError
-from mlxcache.model.random_model import SIZES, WEIGHTS, Weights, make_random
+from mlxcache.model.folder import checked_config
 from mlxcache.typed import convert
 
 # -- one run ---------------------------------------------------------------------------------------
@@ -230,7 +230,7 @@ class Proof:
 
     def _given(self, model: str) -> Subject:
         folder = load_in_child(model, self.folder)
-        config = read_config(folder)
+        config = checked_config(folder)
         return Subject(folder, describe_config(config), config)
 
     def _random(self, weights: Weights, clock: Clock) -> Subject:
@@ -243,7 +243,7 @@ class Proof:
         folder = make_random(self.folder / f"{size}-{weights}", size, weights)
         mx.clear_cache()
         self._making_s = time.monotonic() - began
-        return Subject(folder, label, read_config(folder))
+        return Subject(folder, label, checked_config(folder))
 
     def _play_one(
         self, scenario: Scenario, found: Findings, lazy: LazySubject, clock: Clock

@@ -6,14 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from mlxcache.bench.context import FULL, QUICK, Clock, Context, Subject, read_config
+from mlxcache.bench.context import FULL, QUICK, Clock, Context, Subject
 from mlxcache.bench.findings import Findings
 from mlxcache.bench.prove import ChildFailed, in_child, scale_for
+from mlxcache.model.folder import checked_config
 from tests.toys.toy import make_toy
 
 
 def context(model: Path, tmp_path: Path) -> Context:
-    subject, found = Subject(model, "m", read_config(model)), Findings("x", "m")
+    subject, found = Subject(model, "m", checked_config(model)), Findings("x", "m")
     return Context(subject, QUICK, Clock(60), tmp_path, 10**10, found, lambda _: None)
 
 

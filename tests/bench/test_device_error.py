@@ -13,7 +13,7 @@ from mlxcache.bench.context import QUICK
 from mlxcache.bench.device_faults import FailingDevice
 from mlxcache.bench.equality import ERRORS_TITLE, Unequal, device_error
 from mlxcache.bench.findings import Findings, Rows
-from mlxcache.model.random_model import make_random
+from mlxcache.bench.random_model import make_random
 
 
 def play(tmp_path: Path, runs: int = 2) -> Rows:

@@ -13,7 +13,7 @@ from mlxcache.bench.context import QUICK
 from mlxcache.bench.equality import BESIDE, RESTORED, WARM, Unequal, compare
 from mlxcache.bench.findings import Findings
 from mlxcache.bench.own_engine import Inside
-from mlxcache.model.random_model import make_random
+from mlxcache.bench.random_model import make_random
 from mlxcache.types import TokenLogprob, Tokens
 
 

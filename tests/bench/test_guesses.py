@@ -11,8 +11,8 @@ import pytest
 from mlxcache.bench.context import QUICK
 from mlxcache.bench.equality import AGAIN, COSTS, NEW, SAME, SPEED, Unequal, speculation
 from mlxcache.bench.findings import Findings, NotApplicable
+from mlxcache.bench.random_model import make_random
 from mlxcache.model import kv
-from mlxcache.model.random_model import make_random
 from tests.conftest import ToyMaker
 
 SCALE = replace(QUICK, equal=(60,), reply=24, decode=(60,))

@@ -8,13 +8,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlxcache.bench.equality import rounding
+from mlxcache.bench.own_time import LoneModel
 from mlxcache.bench.process import NoOwnTime, measuring
-from mlxcache.model.own_time import OwnTime, rounding
 from mlxcache.types import token_ids
 from tests.toys.toy import make_toy
 
 
-def count_fed(own: OwnTime, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def count_fed(own: LoneModel, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The tokens of each pass of the model from now on."""
     fed: list[int] = []
     call = type(own.model).__call__
@@ -29,7 +30,7 @@ def count_fed(own: OwnTime, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_each_measurement_starts_from_the_prefix_and_leaves_no_trace(tmp_path: Path) -> None:
     """The cache is cut back, also to a shorter prefix, and fed where it is too short."""
-    own = OwnTime(make_toy(tmp_path))
+    own = LoneModel(make_toy(tmp_path))
     for prefix in (300, 300, 100, 200):
         assert own.seconds(prefix, 20) > 0
         assert prefix + 20 <= own.cache[0].offset <= prefix + 22
@@ -39,7 +40,7 @@ def test_each_measurement_starts_from_the_prefix_and_leaves_no_trace(tmp_path: P
 
 def test_a_missing_prefix_of_plain_kv_is_noise(tmp_path: Path, monkeypatch) -> None:
     """It costs no pass, and leaves a cache of the right length and dtype."""
-    own = OwnTime(make_toy(tmp_path))
+    own = LoneModel(make_toy(tmp_path))
     own.seconds(8, 4)
     fed = count_fed(own, monkeypatch)
     own.seconds(2000, 4)
@@ -50,7 +51,7 @@ def test_a_missing_prefix_of_plain_kv_is_noise(tmp_path: Path, monkeypatch) -> N
 
 def test_decoding_is_timed_and_its_peak_taken_after_the_first_token(tmp_path: Path) -> None:
     """The prefix is not part of either; a second time nothing is left of the first."""
-    own = OwnTime(make_toy(tmp_path, emits={"<|im_end|>": 2}))
+    own = LoneModel(make_toy(tmp_path, emits={"<|im_end|>": 2}))
     for _ in range(2):
         rate, peak = own.decoding(1000, 24)
         assert rate > 0
@@ -60,7 +61,7 @@ def test_decoding_is_timed_and_its_peak_taken_after_the_first_token(tmp_path: Pa
 
 def test_a_prompt_is_fed_in_passes_of_the_given_length(tmp_path: Path, monkeypatch) -> None:
     """From nothing each time, and without touching the kept cache."""
-    own = OwnTime(make_toy(tmp_path))
+    own = LoneModel(make_toy(tmp_path))
     fed = count_fed(own, monkeypatch)
     assert own.prefill(101, 40) > 0
     assert fed[:4] == [40, 40, 20, 1]
@@ -69,7 +70,7 @@ def test_a_prompt_is_fed_in_passes_of_the_given_length(tmp_path: Path, monkeypat
 
 def test_rounding_is_what_two_ways_of_feeding_differ_by(tmp_path: Path) -> None:
     """Nothing to speak of in float32."""
-    own = OwnTime(make_toy(tmp_path))
+    own = LoneModel(make_toy(tmp_path))
     assert 0 <= rounding(own.model, token_ids(own.rng.integers(0, 256, 300, np.int32)), 270) < 1e-3
 
 
@@ -77,7 +78,7 @@ def test_a_cache_that_cannot_be_cut_is_refused(tmp_path: Path) -> None:
     """A copy of its state would be measured with it."""
     model = make_toy(tmp_path, "qwen3_5")
     with pytest.raises(ValueError, match="cannot be cut back"):
-        OwnTime(model)
+        LoneModel(model)
 
 
 def test_the_process_answers_until_the_block_ends(tmp_path: Path) -> None:

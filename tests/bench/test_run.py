@@ -14,9 +14,10 @@ import psutil
 import pytest
 
 from mlxcache.bench import prove as run
-from mlxcache.bench.context import QUICK, Clock, Context, Subject, TimeUp, read_config
+from mlxcache.bench.context import QUICK, Clock, Context, Subject, TimeUp
 from mlxcache.bench.findings import Findings, NotApplicable
 from mlxcache.bench.prove import Options, Proof, children, describe_config, end_children, planned
+from mlxcache.model.folder import checked_config
 from tests.toys.toy import make_toy
 
 
@@ -92,7 +93,7 @@ def test_what_does_not_fit_the_time_is_listed(toy, tmp_path, monkeypatch) -> Non
 def test_a_step_that_would_take_too_long_is_left_out(toy, tmp_path, monkeypatch) -> None:
     """And one for which memory, disk or the model's context are too small."""
     found = Findings("x", "m")
-    subject = Subject(toy, "m", read_config(toy))
+    subject = Subject(toy, "m", checked_config(toy))
     context = Context(subject, QUICK, Clock(10), tmp_path, 3_000_000_000, found, lambda _: None)
     assert context.in_time("short", 5.0)
     assert not context.in_time("long", 50.0)
@@ -153,7 +154,7 @@ def test_the_longest_scenarios_come_last_and_few_are_played_again() -> None:
 
 def test_a_model_is_described_by_its_sizes(toy: Path) -> None:
     """Never by its folder."""
-    config = {**read_config(toy), "torch_dtype": "float32"}
+    config = {**checked_config(toy), "torch_dtype": "float32"}
     assert describe_config(config) == "llama, 4 layers of 64, float32"
     quantised = {"model_type": "x", "quantization": {"bits": 4}, "text_config": config}
     assert describe_config(quantised) == "x, 4 layers of 64, 4 bits"

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 from tokenizers import Tokenizer
 
-from mlxcache.model.random_model import lonely_letters
+from mlxcache.bench.random_model import lonely_letters
 from tests.toys.toy import make_bench_toy, make_toy
 
 VOCABULARY = 4096

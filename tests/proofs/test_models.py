@@ -9,8 +9,8 @@ from typing import cast
 import pytest
 from tokenizers import Tokenizer
 
+from mlxcache.bench.random_model import lonely_letters
 from mlxcache.bench.turns import Filler
-from mlxcache.model.random_model import lonely_letters
 from tests.proofs.models import recurrent, windowed
 from tests.toys.tokenizer import toy_tokenizer
 

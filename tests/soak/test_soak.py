@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mlxcache.model.random_model import LETTERS
+from mlxcache.bench.random_model import LETTERS
 from tests.proofs import models
 from tests.soak import checks
 from tests.soak.agent import DOING

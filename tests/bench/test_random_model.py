@@ -10,9 +10,9 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm import generate, load
 
+from mlxcache.bench.random_model import SIZES, Weights, make_random
 from mlxcache.model.load import ModelSpec
 from mlxcache.model.load import load as load_here
-from mlxcache.model.random_model import SIZES, Weights, make_random
 
 HELLO = [{"role": "user", "content": "Hello there, 1234"}]
 
@@ -48,7 +48,7 @@ def test_a_reply_depends_on_the_whole_prompt(tmp_path: Path) -> None:
 
 def test_sizes_are_those_of_the_real_models() -> None:
     """Parameters in billions, as their model cards count them."""
-    from mlxcache.model.random_model import _parts
+    from mlxcache.bench.random_model import _parts
 
     counted = {}
     for name, shape in SIZES.items():

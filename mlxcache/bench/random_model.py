@@ -63,7 +63,7 @@ SIZES = {
 """Shapes by name, as published in config.json of Qwen3-0.6B, -1.7B, -4B and -8B; `tiny` is ours."""
 
 
-def make_random(folder: Path, size: str, weights: Weights = "bfloat16", seed: int = 0) -> Path:
+def make_random(folder: Path, size: str, weights: Weights = "bfloat16") -> Path:
     """Write the folder of a random model for `mlx_lm.load`, and return the folder.
 
     One layer at a time is held in memory. The text of a reply encodes to exactly the tokens that
@@ -79,7 +79,7 @@ def make_random(folder: Path, size: str, weights: Weights = "bfloat16", seed: in
     total = 0
     parts = list(_parts(shape))
     for number, (part, key) in enumerate(
-        zip(parts, mx.random.split(mx.random.key(seed), len(parts)), strict=True), 1
+        zip(parts, mx.random.split(mx.random.key(0), len(parts)), strict=True), 1
     ):
         arrays = _drawn(part, key, spoken, tokens=len(vocabulary), tied=shape.tied)
         if weights == "4bit":

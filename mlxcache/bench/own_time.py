@@ -1,6 +1,6 @@
 """Program that measures how fast mlx-lm alone, without a server, runs a model.
 
-`mlxcache bench` compares the server with these times. It starts `python -m mlxcache.model.own_time
+`mlxcache bench` compares the server with these times. It starts `python -m mlxcache.bench.own_time
 MODEL`, which prints `{"ready": true}` once the model is loaded, or `{"error": TEXT}` if it cannot
 be measured. Each line of standard input then describes one measurement, and the program prints one
 line with its result. Both lines are JSON objects. The keys of the input line, the keys of the
@@ -43,7 +43,7 @@ TOKEN_IDS = 256
 """Number of token ids that random prompts are drawn from; every vocabulary has them."""
 
 
-class OwnTime:
+class LoneModel:
     """A model loaded by mlx-lm, with methods that measure how fast mlx-lm alone runs it.
 
     Raises ValueError if the cache cannot be truncated: the state at the prefix would have to be
@@ -148,21 +148,7 @@ class OwnTime:
             mx.clear_cache()
 
 
-def rounding(model: Any, tokens: Tokens, split: int) -> float:
-    """Measure how much the last log-probabilities change if a prompt is fed in other passes."""
-    ends = [list(range(2048, len(tokens), 2048)), [*range(2048, split, 2048), split]]
-    rows = []
-    for cuts in ends:
-        cache = make_prompt_cache(model)
-        for start, end in zip([0, *cuts], [*cuts, len(tokens)], strict=True):
-            logits = model(mx.array(tokens[start:end])[None], cache=cache)[0, -1]
-            mx.eval(logits, [layer.state for layer in cache])
-        rows.append(logits - mx.logsumexp(logits))
-    first, second = (np.array(row.astype(mx.float32)) for row in rows)
-    return float(np.abs(first - second).max())
-
-
-def answer(own: OwnTime, line: str) -> dict[str, float]:
+def answer(own: LoneModel, line: str) -> dict[str, float]:
     """Make the measurement that a line of input describes, and return its result."""
     question = json.loads(line)
     if not isinstance(question, dict):
@@ -180,7 +166,7 @@ def main() -> None:
     """Run the program: load the model in the folder of the first argument, and measure it."""
     keep_kernels_private()
     try:
-        own = OwnTime(Path(sys.argv[1]))
+        own = LoneModel(Path(sys.argv[1]))
     except ValueError as error:
         print(json.dumps({"error": str(error)}), flush=True)
         return
