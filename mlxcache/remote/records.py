@@ -142,7 +142,7 @@ class SharedReplies:
         """Queue a reply to be uploaded. Does not block.
 
         `asked`: digest of the messages before the reply; see `Found.asked` in
-        `prompt.canonical.replies`.
+        `prompt.canonical.canonicaliser`.
         """
         name = self._name(owner, asked)
         self._tried.put(name, TRIES)
