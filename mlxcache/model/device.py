@@ -19,6 +19,8 @@ DeviceKind = Literal["cpu", "gpu"]
 
 _DEVICE_ERROR = re.compile(r"\[METAL\]|command buffer|\bcu(?:da|blas|dnn)\w*.* failed", re.I)
 
+_OUT_OF_MEMORY = ("allocate", "out of memory", "insufficient memory", "malloc", "resource limit")
+
 MOST_PARKED = 8  # errors that `settle` discards; each stream may have one
 
 
@@ -56,6 +58,11 @@ def wire(size: int) -> int:
 def is_device_error(error: BaseException | None) -> bool:
     """Return whether `error` reports a command that failed on the device: see `confirm`."""
     return isinstance(error, RuntimeError) and _DEVICE_ERROR.search(str(error)) is not None
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(words in text for words in _OUT_OF_MEMORY)
 
 
 def defers_errors() -> bool:

@@ -51,9 +51,6 @@ MOST_FAILURES = 3
 MOST_RESTARTS = 3
 """Most restarts of one request after device errors."""
 
-OUT_OF_MEMORY = ("allocate", "out of memory", "insufficient memory", "malloc", "resource limit")
-"""Words in MLX's error messages, on any device, that indicate a failed allocation."""
-
 
 class Scheduler:
     """Owner of all requests in progress of one model, which advance with each `step`.
@@ -305,8 +302,17 @@ class Scheduler:
         self._persist(task)
 
     def _may_repeat(self, task: Task, error: Exception) -> bool:
+        """Free memory and undo the pass that raised `error`; return if it may be tried again."""
+        if self.kv.layout.opaque or task.lease is None or not device.is_out_of_memory(error):
+            return False
+        if task.restoring or not task.note_oom():
+            return False
+        log.warning(
+            "%s: out of memory at token %d, evicting and retrying: %s",
+            *(task.record.id, task.held.length, error),
+        )
         try:
-            return retry_after_oom(self.kv, task, error)
+            return self.kv.free_after_oom(task.lease)
         except Exception as another:  # noqa: BLE001 - logged by the wall
             self.wall.contain(another, f"{task.record.id}: a pass cannot be repeated")
             return False
@@ -646,21 +652,3 @@ class Scheduler:
         for task in dict.fromkeys(self.active) | self._interrupted:
             if task.lease is not None and not task.restoring:
                 self.kv.persist(task.lease, task.tokens(), whole=True)
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(words in text for words in OUT_OF_MEMORY)
-
-
-def retry_after_oom(kv: KVCache, task: Task, error: Exception) -> bool:
-    """Free memory and undo the pass that raised `error`; return whether it may be tried again."""
-    if kv.layout.opaque or task.lease is None or not is_out_of_memory(error):
-        return False
-    if task.restoring or not task.note_oom():
-        return False
-    log.warning(
-        "%s: out of memory at token %d, evicting and retrying: %s",
-        *(task.record.id, task.held.length, error),
-    )
-    return kv.free_after_oom(task.lease)

@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxcache.scheduling.scheduler import is_out_of_memory
+from mlxcache.model.device import is_out_of_memory
 from mlxcache.scheduling.task import Task
 from mlxcache.types import Text, token_ids
 from tests.scheduled import Bench, admitted, finished, prompt
