@@ -27,7 +27,7 @@ from mlxcache.model.sampling import make_processors, make_sampler
 from mlxcache.residency import memory as core
 from mlxcache.residency.residency import Rounds
 from mlxcache.scheduling import cost
-from mlxcache.scheduling.decoder import Row
+from mlxcache.scheduling.decoder import DecoderRow
 from mlxcache.scheduling.parts import WHOLE, Parts
 from mlxcache.scheduling.prefill import Limits, PrefillDecodeBalance
 from mlxcache.scheduling.scheduler import Scheduler
@@ -215,7 +215,7 @@ class Bench:
         context = mx.array(task.ids[:-1]) if processors else None
         sampler = make_sampler(sampling, self.kv.layout.vocab_size)
         guide = task.guide.copy() if task.guide is not None else None
-        row = Row(sampler, processors, context, id=task.record.id, guide=guide)
+        row = DecoderRow(sampler, processors, context, id=task.record.id, guide=guide)
         return Output(PlainParser(), row)
 
     def put(

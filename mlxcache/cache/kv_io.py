@@ -14,7 +14,7 @@ from mlxcache.model import serialise
 from mlxcache.model.kv import Layout, State
 from mlxcache.model.lineage import Lineage, Span
 from mlxcache.safetensors import Tensor
-from mlxcache.store.found import Piece
+from mlxcache.store.found import RunPart
 from mlxcache.types import Tokens
 
 if TYPE_CHECKING:
@@ -76,9 +76,9 @@ class KVFiles:
             yield rows if late or window is None else [mx.zeros_like(row) for row in rows]
 
 
-def _loadable(lookup: DiskLookup, lineage: Lineage) -> list[Piece]:
+def _loadable(lookup: DiskLookup, lineage: Lineage) -> list[RunPart]:
     """Return the next verified files that fit into one evaluation, but at least one."""
-    found: list[Piece] = []
+    found: list[RunPart] = []
     most = min(lineage.copy_bytes, MOST_LOADED)
     for piece in lookup.pieces if lineage.length < lookup.target else ():
         if piece.end <= lineage.length:

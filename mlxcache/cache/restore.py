@@ -18,7 +18,7 @@ from mlxcache.errors import StoreError
 from mlxcache.model.kv import Layout
 from mlxcache.model.lineage import Lineage
 from mlxcache.store.digests import BLOCK
-from mlxcache.store.found import Found, Piece, Saved
+from mlxcache.store.found import Found, RunPart, Saved
 from mlxcache.store.store import Store
 from mlxcache.types import Tokens
 
@@ -51,7 +51,7 @@ class DiskLookup:
     known: int = 0
     found: bool = False
     target: int = 0
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[RunPart, ...] = ()
     state: Saved | None = None
     verified: int = 0
     windows_from: int = 0
@@ -192,7 +192,7 @@ class Restorer:
                 lookup.verified = piece.end
                 self._wake()
 
-    def _needed_bytes(self, lookup: DiskLookup, piece: Piece) -> int:
+    def _needed_bytes(self, lookup: DiskLookup, piece: RunPart) -> int:
         """Return how many bytes of a run's file are read; those of sliding windows come last."""
         unread = self._layout.window_bytes if piece.end <= lookup.windows_from else 0
         return piece.nbytes - unread * (piece.last - piece.first)

@@ -48,7 +48,7 @@ from mlxcache.residency.memory import (
     plan_memory,
 )
 from mlxcache.scheduling.anticipate import NextTurnRenderer
-from mlxcache.scheduling.decoder import Drawn, Row
+from mlxcache.scheduling.decoder import DecoderRow, Drawn
 from mlxcache.scheduling.loop_guard import LoopGuard
 from mlxcache.scheduling.parts import WHOLE
 from mlxcache.scheduling.prefill import Limits
@@ -465,7 +465,7 @@ class ModelRuntime:
         budget = self._thinking_budget(job)
         if budget is not None and job.prompt.thinking_open:
             guide = budget.begin(guide)
-        row = Row(
+        row = DecoderRow(
             sampler,
             processors,
             context,

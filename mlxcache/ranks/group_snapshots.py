@@ -12,7 +12,7 @@ from mlxcache.ranks import operations as op
 from mlxcache.ranks.division import Division, Rows
 from mlxcache.ranks.leader import Leader, checked
 from mlxcache.safetensors import ITEM_BYTES, Place, Tensor
-from mlxcache.store.found import Found, Piece, Saved
+from mlxcache.store.found import Found, RunPart, Saved
 from mlxcache.store.snapshots import CHUNK_BYTES, RowKind, SnapshotKV
 from mlxcache.store.store import Store
 from mlxcache.types import Tokens, ids_of_bytes
@@ -57,12 +57,12 @@ class GroupSnapshotKV(SnapshotKV):
 
     # -- for an export -----------------------------------------------------------------------------
 
-    def row_kinds(self, pieces: Sequence[Piece]) -> list[RowKind]:
+    def row_kinds(self, pieces: Sequence[RunPart]) -> list[RowKind]:
         spec = self._division.spec
         return [(name, dtype, shape) for name, (dtype, shape) in spec.items()] if pieces else []
 
     def rows(
-        self, ids: Tokens, pieces: Sequence[Piece], name: str, start: int, end: int
+        self, ids: Tokens, pieces: Sequence[RunPart], name: str, start: int, end: int
     ) -> Iterator[bytes]:
         dtype, shape = self._division.spec[name]
         step = max(1, PART_BYTES // (prod(shape) * ITEM_BYTES[dtype]))
@@ -73,7 +73,7 @@ class GroupSnapshotKV(SnapshotKV):
             yield self._division.join_rows(name, parts)
 
     def _rows_of_ranks(
-        self, ids: Tokens, pieces: Sequence[Piece], held: Sequence[Rows], start: int, end: int
+        self, ids: Tokens, pieces: Sequence[RunPart], held: Sequence[Rows], start: int, end: int
     ) -> list[bytes]:
         key = op.key_of(ids.tobytes(), None)
         questions: list[op.AnyQuestion | None] = [None] * (self._division.size - 1)

@@ -22,7 +22,7 @@ from mlxcache.model.lineage import Lineage, Span
 from mlxcache.ranks import operations as op
 from mlxcache.ranks.leader import Leader
 from mlxcache.safetensors import Tensor
-from mlxcache.scheduling.decoder import Decoder, Drawn, Row
+from mlxcache.scheduling.decoder import Decoder, DecoderRow, Drawn
 from mlxcache.scheduling.parts import Parts
 from mlxcache.scheduling.wall import Wall
 from mlxcache.types import Tokens
@@ -141,12 +141,12 @@ class MirroredDecoder(Decoder):
         self.leader, self.number = leader, number
 
     @staticmethod
-    def of_lineage(model: Any, row: Row, lineage: Lineage) -> Decoder:
+    def of_lineage(model: Any, row: DecoderRow, lineage: Lineage) -> Decoder:
         assert isinstance(lineage, MirroredLineage)
         args = model, [row], lineage.caches, lambda: lineage.nbytes
         return MirroredDecoder(*args, leader=lineage.leader, number=lineage.number)
 
-    def _over(self, rows: list[Row], caches: Caches, nbytes: Callable[[], int]) -> Decoder:
+    def _over(self, rows: list[DecoderRow], caches: Caches, nbytes: Callable[[], int]) -> Decoder:
         args, number = (self.model, rows, caches, nbytes), self.leader.next_number()
         return MirroredDecoder(*args, leader=self.leader, number=number)
 

@@ -45,7 +45,7 @@ from mlxcache.ranks.setup import config_digest
 from mlxcache.ranks.tensor_links import with_probes
 from mlxcache.safetensors import Tensor
 from mlxcache.scheduling.parts import WHOLE
-from mlxcache.store.found import Found, Piece, Saved
+from mlxcache.store.found import Found, RunPart, Saved
 from mlxcache.store.leaves import LeafRow
 from mlxcache.store.listing import Held, Listed, ReadIds, durable_tokens
 from mlxcache.store.parts import Mode, PartName, read_part_name
@@ -298,7 +298,7 @@ class GroupStore(Store):
             tuple(durable_tokens(*one, needed=needed) for one in saved), sum(files.values())
         )
 
-    def verify(self, piece: Piece, ids: Tokens, *, late: bool = True) -> None:
+    def verify(self, piece: RunPart, ids: Tokens, *, late: bool = True) -> None:
         super().verify(piece, ids, late=late)
         question = op.Verify(ids[: piece.end].tobytes(), piece.start, piece.end, late)
         checked(self._leader.ask(question))

@@ -47,7 +47,7 @@ class NonFiniteOutput(GenerationFailed):
 
 
 @dataclass(slots=True)
-class Row:
+class DecoderRow:
     """One sequence in a decoder: its sampler, logits processors and guide.
 
     `context`: all of its token ids so far, shape (n,), kept only if there are processors. `error`:
@@ -77,13 +77,13 @@ class Row:
     def fail(self, error: Exception) -> None:
         self.error = error
 
-    def trial(self) -> Row:
+    def trial(self) -> DecoderRow:
         """Return a copy of this row for draws behind guessed tokens, which may be wrong.
 
         An exception in its sampler, a processor or its guide is recorded in the copy only. If the
         guessed tokens are right, the row itself draws again and records its own exceptions.
         """
-        return Row(self.sampler, self.processors, self.context, guide=self.guide)
+        return DecoderRow(self.sampler, self.processors, self.context, guide=self.guide)
 
     def set_context(self, context: mx.array) -> None:
         self.context = context
@@ -131,7 +131,7 @@ class Row:
 class Drawn:
     """A drawn token of `row` with its log-probabilities, shape (vocabulary,)."""
 
-    row: Row
+    row: DecoderRow
     token: int
     logprobs: mx.array
 
@@ -146,7 +146,7 @@ class Decoder:
     def __init__(
         self,
         model: Module,
-        rows: list[Row],
+        rows: list[DecoderRow],
         caches: Caches,
         nbytes: Callable[[], int],
     ):
@@ -159,7 +159,7 @@ class Decoder:
         self.finite: mx.array | None = None
 
     @staticmethod
-    def of_lineage(model: Module, row: Row, lineage: Lineage) -> Decoder:
+    def of_lineage(model: Module, row: DecoderRow, lineage: Lineage) -> Decoder:
         return Decoder(model, [row], lineage.caches, lambda: lineage.nbytes)
 
     def start(self, inputs: Sequence[int]) -> None:
@@ -208,7 +208,7 @@ class Decoder:
         )
         return joint
 
-    def _over(self, rows: list[Row], caches: Caches, nbytes: Callable[[], int]) -> Decoder:
+    def _over(self, rows: list[DecoderRow], caches: Caches, nbytes: Callable[[], int]) -> Decoder:
         return Decoder(self.model, rows, caches, nbytes)
 
     def append_row(self, row: int, lineage: Lineage, count: int) -> None:
@@ -353,7 +353,7 @@ class Decoder:
         return mx.concatenate(out)
 
 
-Decode = Callable[[Any, Row, Lineage], Decoder]
+Decode = Callable[[Any, DecoderRow, Lineage], Decoder]
 """Makes the decoder of one row over the caches of its lineage."""
 
 
@@ -363,7 +363,7 @@ def normalised(logits: mx.array) -> tuple[mx.array, mx.array]:
     return logits - sums, mx.isfinite(sums[:, 0])
 
 
-def processed(row: Row, context: mx.array, logits: mx.array) -> mx.array:
+def processed(row: DecoderRow, context: mx.array, logits: mx.array) -> mx.array:
     """Apply the row's processors to `logits`, shape (1, vocabulary), up to one that raises."""
     try:
         for process in row.processors:

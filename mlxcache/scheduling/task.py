@@ -18,7 +18,7 @@ from mlxcache.model.sampling import skip_draws
 from mlxcache.owner import own_ids
 from mlxcache.prompt.chat_prompt import make_reply
 from mlxcache.prompt.replies import GeneratedReply
-from mlxcache.scheduling.decoder import Drawn, Row
+from mlxcache.scheduling.decoder import DecoderRow, Drawn
 from mlxcache.scheduling.loop_guard import LoopGuard
 from mlxcache.types import (
     Admitted,
@@ -69,7 +69,7 @@ class Output:
     """
 
     parser: Parser
-    row: Row
+    row: DecoderRow
     logprob: Callable[[Drawn], TokenLogprob] | None = None
     loop: LoopGuard | None = None
     budget: ThinkingBudget | None = None

@@ -24,7 +24,7 @@ from mlxcache.model.guidance.thinking import allows
 from mlxcache.model.kv import State
 from mlxcache.model.lineage import Lineage
 from mlxcache.model.sampling import masked
-from mlxcache.scheduling.decoder import Decoder, Drawn, Row, Sampler, normalised, processed
+from mlxcache.scheduling.decoder import Decoder, DecoderRow, Drawn, Sampler, normalised, processed
 from mlxcache.types import GuessSource, Tokens
 
 
@@ -37,7 +37,7 @@ class Draws:
     `mask`: tokens that `guide` allows next; None if it allows all or was not asked yet.
     """
 
-    row: Row
+    row: DecoderRow
     sampler: Sampler
     context: mx.array | None
     guide: Guide | None = None
@@ -245,7 +245,7 @@ class Verifier(Decoder):
     def __init__(
         self,
         model: object,
-        row: Row,
+        row: DecoderRow,
         lineage: Lineage,
         proposer: Proposer,
         *,

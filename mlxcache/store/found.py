@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class RunPart:
     """The tokens [start, end) of a prefix, contained in the file of one run.
 
     The run holds the tokens [first, last). Row `start - first` of each tensor in the file belongs
@@ -43,7 +43,7 @@ class Found:
     """
 
     length: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[RunPart, ...]
     checkpoints: tuple[Saved, ...]
 
 

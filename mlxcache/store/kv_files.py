@@ -22,7 +22,7 @@ from mlxcache import disk_calls
 from mlxcache.safetensors import Header, Malformed, Place, Tensor, compose, read_header
 from mlxcache.store.digests import BLOCK, DIGEST_BYTES, Chain, block_digests, partial_digest
 from mlxcache.store.folder import CHECKPOINT, RUN
-from mlxcache.store.found import Piece
+from mlxcache.store.found import RunPart
 from mlxcache.store.index import Row
 from mlxcache.types import Tokens, ids_of_bytes
 
@@ -295,7 +295,7 @@ def read_range(fd: int, at: int, into: memoryview) -> None:
 
 
 def check_run(
-    fd: int, namespace: str, base: bytes, piece: Piece, ids: Tokens, *, late: bool = True
+    fd: int, namespace: str, base: bytes, piece: RunPart, ids: Tokens, *, late: bool = True
 ) -> None:
     """Check that an open run file contains the KV of `ids` that `piece` describes."""
     content = read_run(fd)

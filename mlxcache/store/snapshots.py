@@ -34,7 +34,7 @@ from mlxcache.safetensors import (
     read_header,
 )
 from mlxcache.store.digests import BLOCK
-from mlxcache.store.found import Found, Piece, Saved
+from mlxcache.store.found import Found, RunPart, Saved
 from mlxcache.store.kv_files import is_finite, is_place_finite, open_file, update_blocks
 from mlxcache.store.leaves import Leaf
 from mlxcache.store.snapshot_format import (
@@ -93,7 +93,7 @@ class SnapshotKV:
 
     # -- for an export -----------------------------------------------------------------------------
 
-    def row_kinds(self, pieces: Sequence[Piece]) -> list[RowKind]:
+    def row_kinds(self, pieces: Sequence[RunPart]) -> list[RowKind]:
         """Return the tensors of the runs, in the snapshot's order. Corrupt if they differ."""
         first: list[RowKind] | None = None
         for piece in pieces:
@@ -105,7 +105,7 @@ class SnapshotKV:
         return first or []
 
     def rows(
-        self, ids: Tokens, pieces: Sequence[Piece], name: str, start: int, end: int
+        self, ids: Tokens, pieces: Sequence[RunPart], name: str, start: int, end: int
     ) -> Iterator[bytes]:
         for piece in pieces:
             first, last = max(piece.start, start), min(piece.end, end)
@@ -187,7 +187,7 @@ class _Part:
 
     leaf: LeafEntry
     ids: Tokens
-    pieces: tuple[Piece, ...]
+    pieces: tuple[RunPart, ...]
     states: tuple[Saved, ...]
 
     @property
@@ -208,7 +208,7 @@ def _within_limits(leaves: Sequence[Leaf]) -> list[Leaf]:
 
 
 def _find_verified(store: Store, leaves: Sequence[Leaf]) -> list[Found]:
-    sound: set[Piece | Saved] = set()
+    sound: set[RunPart | Saved] = set()
     for _ in range(_MOST_LOOKS):
         found = [store.find(leaf.ids) for leaf in leaves]
         try:

@@ -19,7 +19,7 @@ from mlxcache.store.database import Database, store_errors
 from mlxcache.store.digests import Chain, Chains, root_digest
 from mlxcache.store.eviction import Space, files_to_evict
 from mlxcache.store.folder import KINDS, TEMP_SUFFIX, Folder, remove
-from mlxcache.store.found import Found, Piece, Problem, Saved, StoreStats
+from mlxcache.store.found import Found, Problem, RunPart, Saved, StoreStats
 from mlxcache.store.index import Match, Row, read_totals
 from mlxcache.store.kv_files import (
     check_checkpoint,
@@ -133,7 +133,7 @@ class Store:
         if touch:
             self.context.note_use(match.rows)
         pieces = tuple(
-            Piece(self._path(row), row.id, start, end, row.start, row.stop, row.nbytes)
+            RunPart(self._path(row), row.id, start, end, row.start, row.stop, row.nbytes)
             for row, start, end in match.cover
         )
         saved = tuple(
@@ -152,7 +152,7 @@ class Store:
         with self.database.write() as connection:
             self.context.write_uses(connection)
 
-    def verify(self, piece: Piece, ids: Tokens, *, late: bool = True) -> None:
+    def verify(self, piece: RunPart, ids: Tokens, *, late: bool = True) -> None:
         """Read a file and check its header, tokens and checksums against `piece`.
 
         `ids`: those for which `piece` was found, or others with the same beginning. Unless `late`,
@@ -168,7 +168,7 @@ class Store:
         digest = self._chains.of(ids[:position]).at(position)
         self._verify(saved, lambda fd: check_checkpoint(fd, self.namespace, digest, position))
 
-    def read_ahead(self, piece: Piece, nbytes: int = 0) -> None:
+    def read_ahead(self, piece: RunPart, nbytes: int = 0) -> None:
         """Tell the system to read a file, or its first `nbytes` bytes. Does not block."""
         read_ahead(piece.path, nbytes)
 
@@ -289,7 +289,7 @@ class Store:
         files = self._files(ids)
         return self._remove(files, {file.id for file in files if _needed_beyond(file) < keep})
 
-    def _remove(self, files: Sequence[Piece | Saved], needed: set[int]) -> int:
+    def _remove(self, files: Sequence[RunPart | Saved], needed: set[int]) -> int:
         """Remove those of `files` that no `needed` file continues; return how many."""
         gone, left = 0, [file.id for file in files]
         while left:
@@ -398,11 +398,11 @@ class Store:
     def _path(self, row: Row) -> Path:
         return self.context.folder.file(row.kind, row.digest)
 
-    def _files(self, ids: Tokens) -> list[Piece | Saved]:
+    def _files(self, ids: Tokens) -> list[RunPart | Saved]:
         found = self._look_up(ids, touch=False)
         return [*found.pieces, *found.checkpoints]
 
-    def _verify(self, file: Piece | Saved, check: Callable[[int], None]) -> None:
+    def _verify(self, file: RunPart | Saved, check: Callable[[int], None]) -> None:
         gone = Gone(f"{file.path.name} was evicted meanwhile.")
         with self.database.read() as connection:
             if index.one(connection, "id = ? AND owner IS NULL", file.id) is None:
@@ -423,7 +423,7 @@ class Store:
             ) from error
         self.context.count("verified")
 
-    def _is_sound_for_others(self, file: Piece | Saved, own: set[int], keep: int) -> bool:
+    def _is_sound_for_others(self, file: RunPart | Saved, own: set[int], keep: int) -> bool:
         """Return whether it is a run that other paths use too, with finite values after `keep`."""
         if isinstance(file, Saved):
             return False
@@ -433,11 +433,11 @@ class Store:
         return shared and is_run_finite(file.path, max(0, keep - file.first))
 
 
-def _end(file: Piece | Saved) -> int:
+def _end(file: RunPart | Saved) -> int:
     return file.position if isinstance(file, Saved) else file.end
 
 
-def _needed_beyond(file: Piece | Saved) -> int:
+def _needed_beyond(file: RunPart | Saved) -> int:
     """Return the most leading tokens of a path that do not need `file`, a file of that path."""
     return file.position - 1 if isinstance(file, Saved) else file.first
 

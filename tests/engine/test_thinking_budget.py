@@ -23,7 +23,7 @@ from mlxcache.model.output import OutputParser
 from mlxcache.model.sampling import make_sampler
 from mlxcache.residency.memory import Shared
 from mlxcache.scheduling import loop_guard
-from mlxcache.scheduling.decoder import Row
+from mlxcache.scheduling.decoder import DecoderRow
 from mlxcache.scheduling.task import Output, Task
 from mlxcache.types import Chat, Finished, Job, OutputFormat, Sampling, Text, Thinking
 from tests.engine.running import settled
@@ -311,7 +311,7 @@ def test_a_reply_that_begins_again_is_closed_at_the_same_place() -> None:
     (a,) = tokenizer.encode("a", add_special_tokens=False)
     for written in range(1, len(closing.plain)):
         budget = ThinkingBudget(closing, tokenizer, 10, tools=False)
-        row = Row(make_sampler(Sampling(), 608), (), None)
+        row = DecoderRow(make_sampler(Sampling(), 608), (), None)
         output = Output(OutputParser(tokenizer, thinking_open=True), row, budget=budget)
         output.replay([*[a] * 8, *closing.plain[:written]])
         row.apply_steering()

@@ -25,7 +25,7 @@ from mlxcache.model.load import Loaded, ModelSpec, load
 from mlxcache.ranks.group import end_process, place_from
 from mlxcache.ranks.rank_zero import RankZero
 from mlxcache.ranks.setup import Rank
-from mlxcache.scheduling.decoder import Row as DecodedRow
+from mlxcache.scheduling.decoder import DecoderRow
 from mlxcache.scheduling.parts import WHOLE
 from mlxcache.scheduling.task import Task
 from mlxcache.store.parts import Mode
@@ -141,7 +141,7 @@ class Bench(Checked):
             kv.eval_states(line.caches)
             line.advance(len(part))
         for token in (ids[-1], *more):
-            row = DecodedRow(lambda logprobs: mx.argmax(logprobs, axis=-1), (), None)
+            row = DecoderRow(lambda logprobs: mx.argmax(logprobs, axis=-1), (), None)
             decoder = self.parts.decode(self.model, row, line)
             decoder.start([token])
             ((drawn,),) = decoder.peek()

@@ -20,7 +20,7 @@ from mlxcache.ranks.follower import Follower
 from mlxcache.ranks.leader import Leader
 from mlxcache.ranks.mirrored import MirroredFiles, MirroredLineage
 from mlxcache.ranks.rank_zero import GroupStore, Whole, wait_for_outcome
-from mlxcache.store.found import Piece, Saved
+from mlxcache.store.found import RunPart, Saved
 from mlxcache.store.store import Store
 from mlxcache.types import Tokens, token_ids
 
@@ -110,7 +110,7 @@ class TwoStores:
         self.store.write_checkpoint(ids, self.files.copy_state(ids, state))
 
     def load(
-        self, lineage: Lineage, ids: Tokens, pieces: Sequence[Piece], state: Saved | None = None
+        self, lineage: Lineage, ids: Tokens, pieces: Sequence[RunPart], state: Saved | None = None
     ) -> None:
         """Load files of `ids` into an empty lineage, and a checkpoint at their end."""
         lookup = DiskLookup(ids, target=len(ids), pieces=tuple(pieces), state=state)

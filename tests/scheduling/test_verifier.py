@@ -21,7 +21,7 @@ from mlxcache.model.lineage import Lineage
 from mlxcache.model.load import ModelSpec, load
 from mlxcache.model.pair import Pair
 from mlxcache.scheduling import scheduler
-from mlxcache.scheduling.decoder import Drawn, Row
+from mlxcache.scheduling.decoder import DecoderRow, Drawn
 from mlxcache.scheduling.speculation import Conversations, HistoryProposer
 from mlxcache.scheduling.task import Task
 from mlxcache.scheduling.verifier import Verifier
@@ -347,7 +347,7 @@ def test_a_decoder_that_fed_nothing_leaves_its_lineage_as_it_is(
     kv.eval_states(lineage.caches)
     lineage.advance(len(ids))
     proposer = HistoryProposer(Conversations(CHEAP), bench.put(ids.tolist(), tokens=1))
-    decoder = Verifier(bench.model, Row(lambda logits: logits, (), None), lineage, proposer)
+    decoder = Verifier(bench.model, DecoderRow(lambda logits: logits, (), None), lineage, proposer)
     decoder.rewind(join_ids(ids, token_ids([5, 6])))
     assert lineage.length == len(ids)
 
