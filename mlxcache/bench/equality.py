@@ -36,8 +36,7 @@ from mlxcache.types import (
 )
 
 TITLE = "Difference of log-probabilities from cold"
-TOKEN_IDS = 256
-"""Exclusive maximum of the random token ids."""
+TOKEN_IDS = 256  # exclusive maximum of the random token ids
 
 TAIL, REPLY, TOP = 24, 24, 20
 LEAST_TOLERANCE = 0.125
@@ -170,8 +169,7 @@ async def _after(inside: Inside, ids: Tokens, way: str) -> tuple[Said, Finished]
 # -- on a failing device ---------------------------------------------------------------------------
 
 ERRORS_TITLE = "Injected device errors"
-PROMPT, MORE = 300, 16
-"""Tokens of the prompt, and tokens appended to it after an error."""
+PROMPT, MORE = 300, 16  # tokens of the prompt, and tokens appended to it after an error
 
 
 async def device_error(model: Path, folder: Path, scale: Scale, found: Findings) -> None:
@@ -241,15 +239,13 @@ def spread(last: int, count: int) -> Sequence[int]:
 COSTS = "Cost of a pass, in passes over one token"
 SAME = "Greedy text with guesses, compared with the text without"
 SPEED = "Speed with guesses"
-SHOWN = (2, 4, 8, 12, 16, 32)
-"""Tokens of the passes whose cost is reported."""
+SHOWN = (2, 4, 8, 12, 16, 32)  # tokens of the passes whose cost is reported
 
 AGAIN, NEW = "text that was said before", "new text"
 ALIKE, PARTING = 4, 0.15
 """Replies given before that are nearly the greedy one, and the factor of their temperature."""
 
-LEAST = 0.97
-"""Least speed of new text with guesses, by that without."""
+LEAST = 0.97  # least speed of new text with guesses, by that without
 
 
 def free_costs() -> PassCosts:

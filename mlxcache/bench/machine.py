@@ -118,8 +118,7 @@ USUAL = frozenset(
 )
 """Parts of the paths of folders that exist on most machines and so identify none of them."""
 
-LEAST_NAME = 3
-"""Minimum letters of a folder's name to be removed as a word of its own."""
+LEAST_NAME = 3  # minimum letters of a folder's name to be removed as a word of its own
 
 _REST = r"[^\n'\"`<>]*?(?=:\s|:?$|['\"`<>\n])"
 """Pattern for the rest of a path, up to a quote, a line's end or `: `; names may contain blanks."""

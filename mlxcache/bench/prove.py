@@ -128,21 +128,18 @@ SCENARIOS: Mapping[str, Scenario] = {
 }
 """All scenarios, in the order in which they run on a model."""
 
-IF_NAMED = ("churn",)
-"""Scenarios that run only if they are named."""
+IF_NAMED = ("churn",)  # scenarios that run only if they are named
 
 QUANTISED = (
     "equality", "first_token", "decode", "speculation", "prefill", "first_token_long",
 )  # fmt: skip
 """Scenarios that also run on the second random model; others do not depend on the weights."""
 
-QUICKLY = ("equality",)
-"""Scenarios that run on the second model in a quick run."""
+QUICKLY = ("equality",)  # scenarios that run on the second model in a quick run
 
 INTERRUPTED = "the run was interrupted"
 
-LAST = ("first_token_long",)
-"""Scenarios that run after all others have run on every model."""
+LAST = ("first_token_long",)  # scenarios that run after all others have run on every model
 
 
 @dataclass(frozen=True, slots=True)

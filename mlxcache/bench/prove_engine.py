@@ -38,8 +38,7 @@ PEAK, GROWTH = "Memory of one decoding reply", "Growth of a KV buffer"
 SETTLE_TOKENS = 16
 AFTER_GROWTH = 32
 TURNS, PAUSE_S = 8, 2.0
-COPIED_SHARE = 0.5
-"""Share of one layer's KV above which a memory peak is reported as a copy."""
+COPIED_SHARE = 0.5  # share of one layer's KV above which a memory peak is reported as a copy
 
 
 async def peak_memory(
@@ -204,8 +203,7 @@ def _running(model: Path, folder: Path, scale: Scale) -> AbstractAsyncContextMan
 EVERYTHING = Path("/proc/sys/vm/drop_caches")
 READ_BYTES = 8 << 20
 BY_MSYNC = "msync"
-MS_INVALIDATE = 2
-"""Flag of msync(2), the same number on macOS and Linux."""
+MS_INVALIDATE = 2  # flag of msync(2), the same number on macOS and Linux
 
 
 def drop(files: Sequence[Path]) -> str | None:

@@ -158,8 +158,7 @@ DECODE = "Decoding"
 BUFFERS = "Decoding with command buffers of two sizes"
 PREFILL = "Prefill of one prompt"
 GENERATE = "mlx_lm.generate"
-SHARE = 0.97
-"""Minimum tokens/s of one reply, relative to mlx_lm.generate at the same length."""
+SHARE = 0.97  # minimum tokens/s of one reply, relative to mlx_lm.generate at the same length
 
 LAST_TOKENS = 64
 PLEA = "Go on with such lines for as long as you can, and do not end."
@@ -301,12 +300,10 @@ def prefill(context: Context) -> None:
 
 CHURN = "Two streams of new prompts under a small budget"
 LASTING_S, QUICK_S = 1800.0, 3.0
-SPARE_S = 60.0
-"""Seconds of the run's time limit that are left for the last requests."""
+SPARE_S = 60.0  # seconds of the run's time limit that are left for the last requests
 
 STREAMS = 2
-HELD = 3
-"""Prompts whose KV the budget has room for: those of both streams, and one to evict."""
+HELD = 3  # prompts whose KV the budget has room for: those of both streams, and one to evict
 
 
 def churn(context: Context) -> None:

@@ -15,8 +15,7 @@ from mlxcache.types import Tokens
 
 log = logging.getLogger("mlxcache.model")
 
-AT_ONCE = 4096
-"""Number of positions that are checked for NaN in one evaluation."""
+AT_ONCE = 4096  # number of positions that are checked for NaN in one evaluation
 
 Span = tuple["Lineage", int, int]
 """A lineage, and a range [start, end) of positions in its buffers."""

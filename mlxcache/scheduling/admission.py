@@ -27,8 +27,7 @@ Asker = tuple[str | None, str, str | None]
 MAX_ASKERS = 1024
 """Sessions or client programs whose last start is remembered, the most recent ones."""
 
-MIN_SHARED = 256
-"""Tokens to share with a running prefill for a new request to wait for it."""
+MIN_SHARED = 256  # tokens to share with a running prefill for a new request to wait for it
 
 MIN_UNKNOWN_BESIDE = 512
 """Like `MIN_UNKNOWN`, but while other prompts are being computed.

@@ -30,8 +30,7 @@ from mlxcache.types import WARMING, Job, Piece, Prompt, RequestRecord, Tokens
 
 log = logging.getLogger("mlxcache.engine")
 
-MIN_GAIN = 32
-"""Minimum number of tokens left to feed for a turn to be computed in advance."""
+MIN_GAIN = 32  # minimum number of tokens left to feed for a turn to be computed in advance
 
 NEAR_MARK = 16
 """Tokens after the last mark that are not anticipated for a model with recurrent layers.
@@ -43,11 +42,8 @@ change.
 MAX_TURNS, MAX_COMPUTED = 4, 32
 """Most turns that wait to be computed, and most computed turns remembered for the figures."""
 
-MAX_UNUSED = 8
-"""Consecutive replies that no client continues, after which anticipation stops."""
-
-MAX_ENDED = 64
-"""Number of the latest conversations for which a continuation is recognised."""
+MAX_UNUSED = 8  # consecutive replies that no client continues, after which anticipation stops
+MAX_ENDED = 64  # number of the latest conversations for which a continuation is recognised
 
 
 @dataclass(slots=True, eq=False)

@@ -23,11 +23,8 @@ from mlxcache.model.lineage import Lineage, NewLineage
 from mlxcache.model.weights import longest_pass, shared_bytes
 from mlxcache.types import token_ids
 
-PROBE = 128
-"""Tokens in each chunk that is fed to measure costs."""
-
-FEWEST = 16
-"""Tokens of the shortest chunk that a prompt is fed in."""
+PROBE = 128  # tokens in each chunk that is fed to measure costs
+FEWEST = 16  # tokens of the shortest chunk that a prompt is fed in
 
 SHORT = 192
 """Tokens per pass on a CPU where longer passes take more time per token.
@@ -36,37 +33,27 @@ That is the case if attention materialises its scores: those above the diagonal 
 needlessly, and all of them exceed the processor's caches.
 """
 
-PASSES = (512, 1024, 2048, 4096)
-"""Lengths of passes, in tokens, that are compared on a GPU."""
+PASSES = (512, 1024, 2048, 4096)  # lengths of passes, in tokens, that are compared on a GPU
 
 COMPARE_S = 4.0
 """Most seconds for comparing passes while a model is loaded, as far as the time can be estimated.
 """
 
-SAME = 1.02
-"""Ratio of seconds per token up to which two lengths of passes count as equally fast."""
+SAME = 1.02  # ratio of seconds per token up to which two lengths of passes count as equally fast
 
 SCORES = 4.0
 """Bytes per pair of positions above which attention scores, and not only a mask, are materialised.
 """
 
-FAR = 4096
-"""Cached positions, all zeros, before a chunk that is fed to measure costs."""
-
-STOPS_SHARE = 0.05
-"""Share of a prefill's time that its stops for checkpoints may add."""
-
-STOPS = 16
-"""Number of stops for checkpoints that every prefill may make, regardless of their cost."""
+FAR = 4096  # cached positions, all zeros, before a chunk that is fed to measure costs
+STOPS_SHARE = 0.05  # share of a prefill's time that its stops for checkpoints may add
+STOPS = 16  # number of stops for checkpoints that every prefill may make, regardless of their cost
 
 NEAR = 1024
 """Positions in the first range of similar cost per token; each further range is twice as long."""
 
-NEWEST = 0.3
-"""Weight of the newest measurement in a moving average."""
-
-SAFETY = 1.3
-"""Factor by which estimated bytes exceed the measured ones."""
+NEWEST = 0.3  # weight of the newest measurement in a moving average
+SAFETY = 1.3  # factor by which estimated bytes exceed the measured ones
 
 
 @dataclass(slots=True)

@@ -22,8 +22,7 @@ from mlxcache.types import Image, ImageSpan, token_ids
 SIDES = (224, 320, 448, 640, 896)
 """Side lengths, in pixels, of the images with which the vision tower is measured."""
 
-MARGIN = 0.15
-"""Amount added to the measured exponent of the memory's growth."""
+MARGIN = 0.15  # amount added to the measured exponent of the memory's growth
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,11 +28,8 @@ from mlxcache.scheduling.wall import Wall
 
 log = logging.getLogger("mlxcache.engine")
 
-PADDING = 1.25
-"""Largest ratio of a batch's padded bytes to the sum of its rows' bytes."""
-
-SYNC = 128
-"""Most steps before a batch's new positions are copied to its rows' lineages."""
+PADDING = 1.25  # largest ratio of a batch's padded bytes to the sum of its rows' bytes
+SYNC = 128  # most steps before a batch's new positions are copied to its rows' lineages
 
 CATCH_UP = 16
 """Tokens per pass for a row that left a batch and whose lineage lacks the newest positions."""
@@ -40,8 +37,7 @@ CATCH_UP = 16
 EVICTION_SHARE = 8
 """Divisor: a batch may evict other KV only if it takes at most 1/EVICTION_SHARE of the budget."""
 
-MOST_FED = 32
-"""Most tokens of a pass that checks a guess, with those that it feeds again."""
+MOST_FED = 32  # most tokens of a pass that checks a guess, with those that it feeds again
 
 
 @dataclass(slots=True, eq=False)

@@ -6,11 +6,8 @@ import numpy as np
 import numpy.typing as npt
 from numpy.lib.stride_tricks import sliding_window_view
 
-LONGEST = 1024
-"""Longest period to detect, in tokens: about a hundred lines of code."""
-
-BLOCK = 32
-"""Number of tokens that are compared at once."""
+LONGEST = 1024  # longest period to detect, in tokens: about a hundred lines of code
+BLOCK = 32  # number of tokens that are compared at once
 
 NEAR = 3 * BLOCK
 """Number of tokens ahead: `LoopGuard.near` is true if a loop may be detected within them."""

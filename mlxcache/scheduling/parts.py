@@ -25,5 +25,4 @@ class Parts:
     wall: Callable[[], Wall] = Wall
 
 
-WHOLE = Parts()
-"""The parts of a model that this process has as a whole."""
+WHOLE = Parts()  # the parts of a model that this process has as a whole

@@ -39,8 +39,7 @@ STALL_S = 1.0
 DECODE_SHARE = 1.15
 """Seconds of decoding for each second of prefill: a reply then keeps half of its speed."""
 
-FIRST_ROUND_S = 0.05
-"""Assumed seconds of a round of decoding before one was measured."""
+FIRST_ROUND_S = 0.05  # assumed seconds of a round of decoding before one was measured
 
 ALONE_S = 2.0
 WAITING_S = 1.0

@@ -33,11 +33,8 @@ log = logging.getLogger("mlxcache.engine")
 
 T = TypeVar("T")
 
-SHARED_S = 0.05
-"""Most seconds of decoding in one step while other models wait for the thread."""
-
-COMMIT_EVERY = 1000
-"""Number of tokens of a running reply between two commits."""
+SHARED_S = 0.05  # most seconds of decoding in one step while other models wait for the thread
+COMMIT_EVERY = 1000  # number of tokens of a running reply between two commits
 
 PUBLISH_S = 0.1
 """Least seconds between two updates of the figures while a reply is decoded; one takes 0.1 ms."""
@@ -48,8 +45,7 @@ MOST_DEVICE_ERRORS = 3
 MOST_FAILURES = 3
 """Steps in a row that fail for no request's own reason, after which all requests fail."""
 
-MOST_RESTARTS = 3
-"""Most restarts of one request after device errors."""
+MOST_RESTARTS = 3  # most restarts of one request after device errors
 
 
 class Scheduler:

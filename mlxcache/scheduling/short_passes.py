@@ -29,14 +29,12 @@ PASSES_NEAR, PASSES_FAR = 256, 4096
 REPEATS = 3
 """Number of times that a pass of each length is measured; the fastest counts."""
 
-FIRST = (1, 2, 4, 8, 16, 32)
-"""Lengths, in tokens, that are always measured, before the others."""
+FIRST = (1, 2, 4, 8, 16, 32)  # lengths, in tokens, that are always measured, before the others
 
 LONGEST_S = 4.0
 """Seconds of measuring after one number of cached positions, from which on lengths are left out."""
 
-MOST_KEPT = 31
-"""Models whose measurements are kept beside the newest."""
+MOST_KEPT = 31  # models whose measurements are kept beside the newest
 
 
 def measure_passes(model: Any, layout: Layout, room: int) -> Curves:

@@ -236,8 +236,7 @@ class AfterThinking:
 Steering = Callable[[Guide | None], Guide | None]
 """Function that changes a reply's guide: it takes the guide so far and returns the new one."""
 
-AHEAD = 1
-"""Number of tokens that are drawn before a new guide takes effect."""
+AHEAD = 1  # number of tokens that are drawn before a new guide takes effect
 
 # Qwen3 was trained on these words: https://arxiv.org/abs/2505.09388, 4.3
 _QWEN_WORDS = (

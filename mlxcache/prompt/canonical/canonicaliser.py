@@ -142,8 +142,7 @@ class Canonicaliser:
 
 _ENCODE = json.JSONEncoder(default=repr).encode
 
-_REPLY = b"reply"
-"""Bytes that stand for any reply in the digest `Found.asked`."""
+_REPLY = b"reply"  # bytes that stand for any reply in the digest `Found.asked`
 
 
 def _restore_replies(

@@ -31,8 +31,7 @@ SESSIONS = re.compile(r"[/\\]\.copilot[/\\]session-state[/\\]\Z")
 _PATH_ENDS = re.compile(r"[\s\"'`<>(),;]")
 _FAR = 512
 _MOST = 16
-_SHORTEST = 4
-"""Fewest characters of a UUID at the end of a reply that count as its beginning."""
+_SHORTEST = 4  # fewest characters of a UUID at the end of a reply that count as its beginning
 
 
 def replace_uuids(draft: Draft, stop: Sequence[str] = ()) -> bool:
