@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -45,17 +43,3 @@ def _notices_what_is_wrong(proof: Proof, store: Path) -> None:
     data[-1] ^= 1
     file.write_bytes(data)
     assert any("is damaged" in line for line in look(store, seen))
-
-
-def test_a_store_that_does_not_open_is_a_violation(tmp_path: Path) -> None:
-    """A file stands where the folder should be."""
-    (tmp_path / "store").write_text("")
-    proof = Proof(tmp_path, 1, random.Random(0), lambda line: None)
-    (found,) = look(tmp_path / "store", proof.seen)
-    assert found.startswith("the store does not open")
-
-
-def test_wrong_usage_is_exit_status_2() -> None:
-    """No kills are no proof."""
-    command = [sys.executable, "-m", "tests.proofs.crash", "--kills", "0"]
-    assert subprocess.run(command, check=False, capture_output=True).returncode == 2

@@ -20,9 +20,3 @@ def test_a_killed_and_a_frozen_rank(tmp_path: Path):
     assert not proof.wrong
     assert set(proof.faults) == {KILL, FREEZE}
     assert len(proof.report()) == 4
-
-
-def test_a_violation_is_reported(tmp_path: Path):
-    """In words, and counted."""
-    proof = Proof(tmp_path, random.Random(3), print, wrong=["another text"])
-    assert proof.report()[1:] == ["wrong: another text", "violations: 1"]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.proofs import draft_wall, speculation_beside
-from tests.proofs.agent_sessions import Words, call, numbered, session
-from tests.proofs.speculation import CURVES, LEAST, WORST, Speed, faults, main, simulate
+from tests.proofs.speculation import CURVES, WORST, faults, main, simulate
 
 
 @pytest.mark.parametrize("kind", ["edit", "write", "mixed", "prose"])
@@ -31,26 +30,6 @@ def test_a_model_that_feeds_tokens_again_gains_too(curve: str) -> None:
     found = simulate(("edit", "xml"), CURVES[curve], sessions=1, redo=True)
     assert found.speed > 1.1
     assert found.worst >= WORST
-
-
-def test_speeds_below_the_thresholds_are_faults() -> None:
-    """Of all replies, and of the worst."""
-    slow = Speed(replies=[(200, 200 / 0.9), (50, 100.0)])
-    texts = list(faults({("edit json", "0.24 to 12"): slow, ("edit json", "MoE 0.30"): slow}))
-    assert len(texts) == 3
-    assert LEAST["edit"] > 1
-
-
-def test_the_shapes_are_those_of_agents() -> None:
-    """Numbered files, calls in JSON and tags, and tokens of words."""
-    words = Words()
-    assert words.encode("def add") == words.encode("def") + words.encode(" add")
-    assert numbered("a\nb").splitlines() == ["     1→a", "     2→b"]
-    assert '"x\\ny"' in call("json", "Write", {"content": "x\ny"})
-    assert "x\ny" in call("xml", "Write", {"content": "x\ny"})
-    replies = [m.text for m in session("edit", "json", 1) if m.reply]
-    assert sum('"name": "Edit"' in text for text in replies) == 15
-    assert session("edit", "json", 1) == session("edit", "json", 1)
 
 
 @pytest.mark.slow

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +10,12 @@ import pytest
 from mlxcache.bench.random_model import LETTERS
 from tests.proofs import models
 from tests.soak import checks
-from tests.soak.agent import DOING
-from tests.soak.ledger import Ledger, Sample, SessionTracker
-from tests.soak.plan import COUNTED, FAMILIES, FILES, LASTING, STEPS, draw_rounds, draw_steps
+from tests.soak.ledger import Ledger, SessionTracker
 from tests.soak.reference import Reference
 from tests.soak.round import end_faults
 from tests.soak.run import Soak
 from tests.soak.server import Flags, IdleUsage, SoakServer
-from tests.soak.wire import Outcome, Request
+from tests.soak.wire import Outcome
 
 
 @pytest.fixture(scope="module")
@@ -47,26 +43,6 @@ def test_minutes_under_agents_faults_and_kills(tmp_path: Path, minutes: float) -
     assert soak.shared_sessions.durable_tokens > 0
 
 
-def test_a_seed_makes_the_same_run() -> None:
-    """Another seed makes another run."""
-    one, same, other = (list(islice(draw_rounds(seed, FAMILIES, 20.0), 60)) for seed in (1, 1, 2))
-    assert one == same != other
-    assert list(islice(draw_steps(1, "a"), 99)) == list(islice(draw_steps(1, "a"), 99))
-    assert list(islice(draw_steps(1, "a"), 99)) != list(islice(draw_steps(1, "b"), 99))
-
-
-def test_everything_happens_in_an_hour() -> None:
-    """Each fault, each damage to files, each end and each family, in rounds of each place."""
-    plan = list(islice(draw_rounds(5, FAMILIES, 20.0), 60))
-    assert {fault.name for one in plan for fault in one.faults} == {*LASTING, *COUNTED}
-    assert {name for one in plan for name in one.files} == set(FILES)
-    assert {one.end for one in plan} == {"kill", "term", "die"}
-    assert {one.place for one in plan if one.clear} == {"shared"}
-    places = {(one.place, one.family) for one in plan if one.place != "wide"}
-    assert places == {(place, family) for place in ("shared", "private") for family in FAMILIES}
-    assert {step.kind for step in islice(draw_steps(5, "a"), 2000)} == set(STEPS) == set(DOING)
-
-
 def listed(id: str, turns: int, durable: int) -> dict[str, Any]:
     return {
         "id": id,
@@ -91,30 +67,6 @@ def test_sessions_that_are_gone_and_tokens_that_are_lost_are_noticed() -> None:
     tracker.remove("a")
     tracker.forget_durable("c")
     assert tracker.missing(tracker.expected(), [listed("b", 1, 50), listed("c", 3, 0)]) == ([], [])
-
-
-def test_cleared_sessions_are_not_expected() -> None:
-    """A listing requested before the clearing and received after it is ignored."""
-    tracker = SessionTracker()
-    request = tracker.cleared
-    tracker.observe([listed("a", 1, 100)], request)
-    tracker.observe([listed("a", 1, 100)], request)
-    assert tracker.expected()
-    tracker.clear()
-    for _ in range(2):
-        tracker.observe([listed("a", 1, 100)], request)
-    assert not tracker.expected()
-    for _ in range(2):
-        tracker.observe([listed("b", 1, 100)], tracker.cleared)
-    assert tracker.missing(tracker.expected(), [])[0]
-
-
-def test_a_listing_counts_once_another_confirms_it() -> None:
-    """It may have been made while a turn was being recorded."""
-    tracker = SessionTracker()
-    tracker.observe([listed("a", 1, 100)])
-    tracker.observe([listed("a", 2, 180)])
-    assert tracker.missing(tracker.expected(), [listed("a", 1, 20)]) == ([], [])
 
 
 def test_a_wrong_token_and_a_wrong_count_are_noticed(model: Path) -> None:
@@ -149,13 +101,6 @@ def test_only_errors_of_injected_faults_are_allowed(tmp_path: Path, model: Path)
     assert not server.permits(Outcome(status=0, timed_out=True))
     end_faults(server)
     assert server.faults.on("nan") is None
-
-
-def test_replies_that_differ_are_told_apart() -> None:
-    request = Request(({"role": "user", "content": "Hi"},), 3, "a")
-    one = Sample("llama", request, Outcome(text="abc"))
-    assert not checks.contradict([one, replace(one, out=Outcome(text="ab"))])
-    assert checks.contradict([one, replace(one, out=Outcome(text="abd"))])
 
 
 def test_growth_is_noticed(ledger: Ledger) -> None:

@@ -69,8 +69,3 @@ def test_a_class_that_nobody_knows_is_noticed(monkeypatch: pytest.MonkeyPatch) -
     assert classify.reuse(family) == "nothing: the class is unknown"
     assert not family.batches
     assert not family.quantised
-
-
-def test_a_page_without_a_place_for_the_table_is_refused() -> None:
-    with pytest.raises(ValueError, match="no place"):
-        classify.with_table("# A page\n", "| |")
