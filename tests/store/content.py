@@ -55,7 +55,6 @@ def kv(ids: Tokens, start: int = 0, row: int = ROW) -> list[Tensor]:
 
 
 def snapshot(ids: Tokens) -> list[Tensor]:
-    """Opaque state after `ids`."""
     last = state(ids)[-1:]
     return [
         Tensor("state", "U64", (1,), last.data),

@@ -22,6 +22,7 @@ from tests.store.content import (
     assert_right,
     branch,
     files,
+    kv,
     on_disk,
     opened,
     put,
@@ -261,6 +262,27 @@ def test_room_can_be_made_for_rows_of_others(folder):
         assert on_disk(folder) <= 4 * MB
         with pytest.raises(DiskFull):
             store.make_room(7 * MB)
+
+
+def counts(store) -> list[int]:
+    with store.database.read() as connection:
+        return sorted(count for (count,) in connection.execute("SELECT count FROM found"))
+
+
+def test_two_servers_count_together(folder):
+    ids = tokens(300)
+    with opened(folder, 8 << 20) as one, opened(folder, 8 << 20) as other:
+        one.write_run(ids[:128], 0, kv(ids[:128]))
+        one.write_run(ids, 128, kv(ids, 128))
+        for store in (one, other, other):
+            store.reused(store.find(ids, touch=False), 128)
+            store.note_uses()
+        assert counts(one) == [3]
+        one.reused(one.find(ids, touch=False), 300)
+        one.note_uses()
+        assert counts(other) == [1, 4]
+        one.clear()
+        assert counts(other) == []
 
 
 ROOT = Path(__file__).parents[2]

@@ -98,20 +98,6 @@ def test_commands_free_the_space_of_a_full_disk(disk, left):
     assert (disk / "store" / "reserve").stat().st_size == SMALL_BYTES
 
 
-@pytest.mark.parametrize("left", [None, with_a_log])
-def test_a_full_disk_is_opened_without_a_copy_of_the_index(disk, left, monkeypatch):
-    """A copy of a million files would take most of a gigabyte, and seconds."""
-    make_sessions(disk / "store")
-    make_sessions(disk / "store", 0)  # a start brings the ranks up to date
-    if left is not None:
-        left(disk / "store")
-    (disk / "store" / "reserve").unlink(missing_ok=True)
-    fill(disk)
-    monkeypatch.setattr(recovery, "open_copy", lambda *_: pytest.fail("the index was copied"))
-    recovery.free_least(Folder(disk / "store"))
-    assert os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize >= SMALL_BYTES
-
-
 def test_an_open_store_frees_the_space_of_a_full_disk(disk):
     make_sessions(disk / "store", 0)
     with opened(disk / "store", LIMIT, free_floor=NO_FLOOR) as made:

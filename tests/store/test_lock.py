@@ -19,7 +19,6 @@ with serving(Path(sys.argv[1]), "http://127.0.0.1:9", "some/model"):
 
 @pytest.fixture
 def server(tmp_path):
-    """A process that serves from the folder."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(tmp_path)],
         stdin=subprocess.PIPE,

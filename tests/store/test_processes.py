@@ -13,7 +13,6 @@ import pytest
 from mlxcache.errors import StoreError
 from mlxcache.store import folder as store_folder
 from mlxcache.store import saving
-from mlxcache.store.lock import is_alive
 from tests.store.content import assert_right, files, opened, put, snapshot, tokens, turns
 from tests.store.soak import ROOT, soak
 
@@ -162,24 +161,6 @@ def test_a_second_store_leaves_the_firsts_work_alone(folder, monkeypatch):
         monkeypatch.setattr(os, "rename", open_another)
         put(one, ids)
         assert assert_right(one, ids).length == 300
-
-
-def test_an_owner_is_alive_as_long_as_its_process(folder):
-    code = (
-        "import time\n"
-        f"with opened(Path({str(folder)!r})) as store:\n"
-        "    print(store.context.lock.name, flush=True)\n"
-        "    time.sleep(60)\n"
-    )
-    with opened(folder) as store:
-        other = run_python(code)
-        assert other.stdout is not None
-        name = other.stdout.readline().strip()
-        assert is_alive(store.context.folder.locks, name)
-        assert is_alive(store.context.folder.locks, store.context.lock.name)
-        other.kill()
-        other.wait()
-        assert not is_alive(store.context.folder.locks, name)
 
 
 def test_threads_share_a_store(store):

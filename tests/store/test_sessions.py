@@ -8,7 +8,7 @@ import pytest
 from mlxcache.errors import BadRequest, NotFound, StoreError
 from mlxcache.store import session_rows
 from mlxcache.store.database import Database, TemporaryDatabase
-from mlxcache.store.leaves import Leaf, conversation_key_tokens
+from mlxcache.store.leaves import SETTLED_TURNS, Leaf, conversation_key_tokens
 from mlxcache.store.reply_rows import ReplyRow
 from mlxcache.store.sessions import ANY_OWNER, Sessions, Turn, id_of
 from mlxcache.store.snapshot_format import SessionInfo
@@ -198,6 +198,19 @@ def test_a_conversation_whose_first_turn_was_short_is_main_again(sessions):
         main = sessions.leaves(id)[0]
         assert main.ids.tolist() == (again if goes_on else agent).ids.tolist()
         assert sessions.get(id).title == ("Fix it" if goes_on else "Search")
+
+
+def test_after_a_compaction_the_new_prefix_becomes_the_main_one(sessions):
+    """Once it has gone on for some turns under the same head."""
+    old = turn(talk(0, 400), label="L", title="Fix it")
+    id = sessions.record_turn(old)
+    for head, start in (([9, 9, 9], 7000), (HEAD, 3000)):
+        text = talk(start, 20)
+        for _ in range(SETTLED_TURNS):
+            assert sessions.leaves(id)[0].ids.tolist() == old.ids.tolist()
+            sessions.record_turn(turn(text, label="L", head=head))
+            text += [1, 2, 3, *talk(start + 500, 5)]
+    assert sessions.leaves(id)[0].ids.tolist()[: len(HEAD) + 20] == [*HEAD, *talk(3000, 20)]
 
 
 def test_fork_copies_the_main_leaf_or_its_beginning(sessions):

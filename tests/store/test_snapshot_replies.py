@@ -226,11 +226,3 @@ def test_those_of_a_later_version_are_left_out(good: bytes, tmp_path: Path):
     for key in ("replies", "reply_ids"):
         del header["__metadata__"][key]
     assert read(tmp_path, with_header(good, header)).replies == ()
-
-
-def test_an_earlier_version_reads_the_rest(good: bytes):
-    """It looks at three keys of the metadata, and knows all tensors."""
-    header = header_of(good)
-    assert header["__metadata__"]["version"] == "1"
-    names = set(header) - {"__metadata__"}
-    assert names == {"tokens", "checksums", "kv.0.0", "kv.0.1", "kv.1.0", "kv.1.1"}

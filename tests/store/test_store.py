@@ -53,13 +53,6 @@ def test_a_match_goes_to_the_token(store):
         assert assert_right(store, branch(ids, at, 400)).length == at
 
 
-def test_the_branch_that_shares_most_is_taken(store):
-    ids = tokens(200)
-    for at, seed in ((130, 1), (170, 2), (140, 3)):
-        turns(store, branch(ids, at, 200, seed), 200)
-    assert assert_right(store, ids).length == 170
-
-
 def test_another_namespace_finds_nothing(store, folder):
     ids = tokens(200)
     put(store, ids)
