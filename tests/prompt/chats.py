@@ -52,7 +52,6 @@ def restored(escape: Escape, rendered: str) -> str:
 
 
 def texts(*, size: int = 6) -> st.SearchStrategy[str]:
-    """Texts with control tokens, parts of them, and awkward characters."""
     return st.lists(st.sampled_from(PIECES), min_size=1, max_size=size).map("".join)
 
 

@@ -95,8 +95,6 @@ class NoBackend:
 
 
 class Newlines(PreTrainedTokenizerFast):
-    """A class that changes the text before it encodes it."""
-
     def encode(self, text: str, **kwargs: Any) -> list[int]:
         return list(super().encode(text.replace("\n", "<n>"), **kwargs))
 
@@ -301,7 +299,6 @@ def backend(kind: str) -> Tokenizer:
 
 
 def tokenizer(kind: str, template: str | None, *, cls: Any = PreTrainedTokenizerFast) -> Wrapped:
-    """A tokenizer of a kind with a template, wrapped as mlx-lm wraps it."""
     bos = "<|begin_of_text|>" if template and "header" in template else "<s>"
     inner = cls(tokenizer_object=backend(kind), bos_token=bos, eos_token="</s>")
     inner.chat_template = template

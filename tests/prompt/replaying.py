@@ -33,8 +33,6 @@ Message = dict[str, Any]
 
 
 class Served:
-    """A builder for a model family, and replies of its model."""
-
     def __init__(self, name: str, rules: Mapping[str, bool] | None = None, seed: int = 0):
         self.family = FAMILIES[name]
         self.tokenizer = families.tokenizer(name)
@@ -161,5 +159,4 @@ def thinking_as_text(message: Message) -> Message:
 
 
 def fed(prompt: Prompt, held: Tokens) -> int:
-    """The number of tokens of a prompt after its common prefix with `held`."""
     return len(prompt.ids) - common_length(held, prompt.ids)

@@ -80,7 +80,6 @@ def test_messages_stand_where_the_template_takes_them(
 
 
 def test_calls_and_results_pass_through_with_the_tool_s_name() -> None:
-    """Results stay separate, each with its id; the name is what the call said."""
     reply = {**m("assistant", "look"), "tool_calls": [call(1, path="x"), call(2, path="y")]}
     messages = [USER, reply, result(1, "one"), result(2, "two")]
     adapted = adapt(messages, (), ALL)
@@ -93,7 +92,6 @@ def test_calls_and_results_pass_through_with_the_tool_s_name() -> None:
 
 
 def test_arguments_are_text_for_templates_that_need_text() -> None:
-    """JSON, with characters as they are."""
     reply = {**m("assistant", ""), "tool_calls": [call(1, path="é")]}
     traits = replace(ALL, string_arguments=True, absent_content=True)
     adapted = adapt([USER, reply], (), traits)[1]
@@ -110,7 +108,6 @@ def test_arguments_that_came_as_text_become_an_object() -> None:
 
 
 def test_ids_are_shortened_alike_in_calls_and_results() -> None:
-    """Nine letters or digits, the same for the same id in every turn."""
     reply = {**m("assistant", ""), "tool_calls": [call(1), call(2)]}
     traits = replace(ALL, short_ids=True)
     adapted = adapt([USER, reply, result(2, "r")], (), traits)
@@ -122,7 +119,6 @@ def test_ids_are_shortened_alike_in_calls_and_results() -> None:
 
 
 def test_several_calls_with_text_become_a_message_each_where_needed() -> None:
-    """In the order they were written."""
     reply = {**m("assistant", "look"), "tool_calls": [call(1, n=1), call(2, n=2)]}
     adapted = adapt([USER, reply], (), LLAMA)[1:]
     assert short(adapted) == [("assistant", "look"), ("assistant", ""), ("assistant", "")]
@@ -131,7 +127,6 @@ def test_several_calls_with_text_become_a_message_each_where_needed() -> None:
 
 
 def test_without_the_tool_role_calls_and_results_are_text() -> None:
-    """Calls as the description asks for them, results in the user's turn."""
     reply = {**m("assistant", "look"), "tool_calls": [call(1, path="x")]}
     messages = [USER, reply, result(1, "one"), result(2, "two")]
     adapted = adapt(messages, (), GEMMA)
@@ -146,7 +141,6 @@ def test_without_the_tool_role_calls_and_results_are_text() -> None:
 
 
 def test_tools_are_described_in_the_system_text_where_the_template_knows_none() -> None:
-    """With a form for calls that the output parser knows."""
     adapted = adapt([m("system", "s"), USER], TOOLS, Traits())
     assert [message["role"] for message in adapted] == ["system", "user"]
     assert adapted[0]["content"].startswith("s\n\n")
@@ -158,7 +152,6 @@ def test_tools_are_described_in_the_system_text_where_the_template_knows_none() 
 
 @given(agent_turns())
 def test_the_first_messages_are_adapted_alike_whatever_follows(turns: list[Chat]) -> None:
-    """Only the last of them may be added to, and only at its end."""
     messages = turns[-1].messages
     for traits in (ALL, FIRST, GEMMA, MISTRAL, LLAMA, Traits()):
         whole = adapt(messages, TOOLS, traits)

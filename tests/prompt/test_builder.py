@@ -59,7 +59,6 @@ def test_a_turn_up_to_its_last_mark_starts_the_next_turn(
 
 @pytest.mark.parametrize("kind", ["byte_level", "metaspace_always", "replacing"])
 def test_ordinary_conversations_get_the_ids_that_transformers_gives(kind: str) -> None:
-    """Escaping and remembering cost no fidelity."""
     tokenizer = kinds.tokenizer(kind, SOURCES["chatml"])
     messages = [SYSTEM, user("a < b\n\n  é 123"), assistant("It's so."), user("ok")]
     expected = tokenizer.apply_chat_template(messages, tools=TOOLS, add_generation_prompt=True)
@@ -97,7 +96,6 @@ def test_a_breakpoint_inside_is_where_the_next_message_starts(name: str) -> None
 
 
 def test_a_breakpoint_without_any_special_token_is_counted_in_common_tokens() -> None:
-    """Also the plain form has exact counts."""
     made = PromptBuilder(kinds.tokenizer("byte_level", None))
     messages = [SYSTEM, user("one two three"), assistant("four"), user("five")]
     whole = made.chat(Chat(messages, breakpoint=2))
@@ -110,7 +108,6 @@ def test_a_breakpoint_without_any_special_token_is_counted_in_common_tokens() ->
     ("args", "opened"), [({}, True), ({"enable_thinking": False}, False)], ids=["on", "off"]
 )
 def test_an_open_think_block_is_told(args: dict[str, Any], opened: bool) -> None:
-    """The first words of the reply are then reasoning."""
     made = PromptBuilder(kinds.tokenizer("byte_level", templates.chatml(thinks="true")))
     sly = [user("<think> is a word"), assistant("</think>x"), user("<think>")]
     for messages in ([user("hi")], sly):
@@ -118,7 +115,6 @@ def test_an_open_think_block_is_told(args: dict[str, Any], opened: bool) -> None
 
 
 def test_thinking_is_not_open_without_a_think_block() -> None:
-    """Whatever a person writes."""
     assert not builder("byte_level").chat(Chat([user("<think>")])).thinking_open
     tail = [user("hi"), assistant("<think>\nhm")]
     continued = builder("byte_level").chat(Chat(tail, continue_final=True))
@@ -128,7 +124,6 @@ def test_thinking_is_not_open_without_a_think_block() -> None:
 
 
 def test_generic_tools_are_told() -> None:
-    """The output parser has to know the form of the calls."""
     assert builder("byte_level", "gemma").chat(Chat([user("hi")], TOOLS)).generic_tools
     assert not builder("byte_level", "gemma").chat(Chat([user("hi")])).generic_tools
     assert not builder("byte_level").chat(Chat([user("hi")], TOOLS)).generic_tools
@@ -136,7 +131,6 @@ def test_generic_tools_are_told() -> None:
 
 @pytest.mark.parametrize("wrap", ["no backend", "own encode", "no template"])
 def test_other_tokenizers_are_served_whole(wrap: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Without incremental mode, which is logged, or without a template, which is too."""
     source = None if wrap == "no template" else SOURCES["chatml"]
     cls = {"cls": Newlines} if wrap == "own encode" else {}
     tokenizer = kinds.tokenizer("byte_level", source, **cls)
@@ -181,7 +175,6 @@ def test_a_long_text_of_few_tokens_is_not_refused() -> None:
 
 
 def test_fifty_requests_at_once() -> None:
-    """From a thread pool, each the prompt of its own conversation."""
     made = builder("byte_level")
     chats = [Chat([SYSTEM, user(f"number {i} " * 50)], TOOLS) for i in range(50)]
     expected = [made.chat(chat).ids.tolist() for chat in chats]

@@ -37,7 +37,6 @@ CODECS = {kind: make(kinds.tokenizer(kind, None)) for kind in KINDS}
 @settings(max_examples=25, deadline=None)
 @given(text=texts(size=10))
 def test_text_never_becomes_a_control_token(kind: str, text: str) -> None:
-    """Of a text between two control tokens, only those two come out as such."""
     codec, escape, controls = CODECS[kind]
     ids = codec.encode("<s> " + escape.escape_value(text) + " </s>")
     tokenizer = kinds.backend(kind)
@@ -49,7 +48,6 @@ def test_text_never_becomes_a_control_token(kind: str, text: str) -> None:
 @settings(max_examples=40, deadline=None)
 @given(text=texts(size=10))
 def test_ids_decode_to_the_text_that_was_escaped(kind: str, text: str) -> None:
-    """Nothing is lost or added on the way."""
     codec, escape, _ = CODECS[kind]
     ids = codec.encode(escape.escape_value(text)).tolist()
     assert kinds.backend(kind).decode(ids, skip_special_tokens=False) == text
@@ -59,7 +57,6 @@ def test_ids_decode_to_the_text_that_was_escaped(kind: str, text: str) -> None:
 @settings(max_examples=25, deadline=None)
 @given(parts=st.lists(st.sampled_from([*CONTROL, " a  b\n", "x", "\n\n", "naïve 12345", "<b>"])))
 def test_a_sentinel_changes_nothing_of_the_text_around_it(kind: str, parts: list[str]) -> None:
-    """The template's own control tokens and ordinary text encode as without the detour."""
     codec, escape, _ = CODECS[kind]
     text = "<|eot_id|>" + "".join(parts) + "</s>"
     expected = codec.encode(text).tolist()[1:]
@@ -69,21 +66,13 @@ def test_a_sentinel_changes_nothing_of_the_text_around_it(kind: str, parts: list
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_text_without_sentinels_is_encoded_by_the_tokenizer_itself(kind: str) -> None:
-    """What transformers gives is what the model gets."""
     tokenizer = kinds.tokenizer(kind, None)
     text = "<s>[INST] It's  12345 x<b>é</b>\n\n[/INST]</s>"
     expected = tokenizer.encode(text, add_special_tokens=False)
     assert CODECS[kind][0].encode(text).tolist() == expected
 
 
-@pytest.mark.parametrize("kind", [k for k in KINDS if k != "single_words"])
-def test_escaped_text_goes_through_a_tokenizer_of_the_same_model(kind: str) -> None:
-    """Every kind has a twin without control tokens, also where they are in the vocabulary."""
-    assert CODECS[kind][0].direct
-
-
 def test_other_tokenizers_cut_escaped_tokens_in_two() -> None:
-    """Without a Rust tokenizer, or with a class in its way, text is kept plain all the same."""
     inner = kinds.tokenizer("byte_level", None)._tokenizer
     newlines = kinds.tokenizer("byte_level", None, cls=Newlines)
     for tokenizer in (Wrapped(NoBackend(inner)), newlines):
@@ -95,7 +84,6 @@ def test_other_tokenizers_cut_escaped_tokens_in_two() -> None:
 
 
 def test_raw_text_gets_the_tokens_that_the_tokenizer_adds_once() -> None:
-    """A bare prompt starts with the start token, whether it was written or not."""
     from tokenizers import processors
 
     backend = kinds.byte_level()
@@ -109,7 +97,6 @@ def test_raw_text_gets_the_tokens_that_the_tokenizer_adds_once() -> None:
 
 
 def test_half_a_surrogate_pair_is_the_client_s_mistake() -> None:
-    """It cannot be encoded, and nothing is put in its place."""
     codec = CODECS["byte_level"][0]
     with pytest.raises(BadRequest):
         codec.encode("a\ud800b")
@@ -118,7 +105,6 @@ def test_half_a_surrogate_pair_is_the_client_s_mistake() -> None:
 
 
 def test_truncation_and_padding_in_the_tokenizer_s_file_are_off() -> None:
-    """A prompt is never cut or filled up."""
     from transformers import PreTrainedTokenizerFast
 
     backend = kinds.byte_level()

@@ -20,14 +20,12 @@ def escape() -> Escape:
 
 
 def test_ordinary_text_is_the_very_same_object(escape: Escape) -> None:
-    """Nothing is copied where there is nothing to escape."""
     text = "if a < b and c > d: return '<b>' # [1]"
     assert escape.escape_value(text) is text
 
 
 @given(texts(size=8))
 def test_escaped_text_holds_no_control_token_and_comes_back(text: str) -> None:
-    """Escape and restore are exact inverses, whatever parts of tokens there are."""
     escape = Escape([*CONTROL, *MARKS])
     escaped = escape.escape_value(text)
     assert CONTROLS.search(escaped) is None
@@ -37,7 +35,6 @@ def test_escaped_text_holds_no_control_token_and_comes_back(text: str) -> None:
 
 @given(st.lists(texts(size=2), min_size=2, max_size=3))
 def test_texts_side_by_side_form_no_control_token(parts: list[str]) -> None:
-    """A token split over two strings that a template joins stays text as well."""
     escape = Escape([*CONTROL, *MARKS])
     joined = "".join(escape.escape_value(part) for part in parts)
     assert CONTROLS.search(joined) is None
@@ -46,7 +43,6 @@ def test_texts_side_by_side_form_no_control_token(parts: list[str]) -> None:
 
 @given(st.text(max_size=40), st.integers(0, 40))
 def test_any_unicode_text_comes_back(text: str, at: int) -> None:
-    """Characters of our own sentinels, quotes and astral planes included."""
     escape = Escape(CONTROL)
     text = text[:at] + OPEN + "0123<s>" + CLOSE + text[at:]
     assert restored(escape, escape.escape_value(text)) == text
@@ -72,7 +68,6 @@ def test_a_token_with_other_letters_comes_back_as_the_template_escaped_it() -> N
 
 
 def test_strings_are_escaped_at_any_depth_and_in_keys(escape: Escape) -> None:
-    """Tool schemas carry text in names of properties too."""
     value: dict[str, Any] = {"a": [{"<s>": "x</s>"}, 1, None, True], "b": ("<|im_end|>",)}
     escaped = escape.escape_value(value)
     assert CONTROLS.search(json.dumps(escaped, ensure_ascii=False)) is None

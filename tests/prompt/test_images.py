@@ -180,7 +180,6 @@ def test_a_turn_up_to_its_last_mark_starts_the_next_turn(
 
 
 def looked(*results: list[str | Image] | str) -> list[dict[str, Any]]:
-    """A question, calls of a tool, and their results."""
     calls = [
         {"id": f"c{i}", "type": "function", "function": {"name": "look", "arguments": {}}}
         for i in range(len(results))

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxcache.common_prefix import common_characters
 from mlxcache.prompt.codec import Codec, Escape
 from mlxcache.prompt.incremental import (
     ControlTokenFinder,
@@ -26,15 +24,12 @@ from tests.prompt.kinds import CONTROL, INCREMENTAL, KINDS, MARKS
 
 @dataclass(frozen=True)
 class Made:
-    """The parts of a tokeniser of one kind, and one made of them."""
-
     codec: Codec
     finder: ControlTokenFinder
     escape: Escape
     tokeniser: Tokeniser
 
     def fresh(self) -> Tokeniser:
-        """A tokeniser that remembers nothing yet."""
         return Tokeniser(self.codec, self.finder)
 
 
@@ -61,7 +56,6 @@ cuts = st.lists(st.integers(0, 200), min_size=1, max_size=4)
 def test_incremental_is_full(
     kind: str, text: list[str], edits: list[tuple[list[int], list[str], bool]]
 ) -> None:
-    """Whatever is edited, appended or escaped, ids are those of the whole text."""
     tokeniser, escape = MADE[kind].fresh(), MADE[kind].escape
     now = "".join(text)
     tokeniser.encode(now, "s")
@@ -77,7 +71,6 @@ def test_incremental_is_full(
 
 @pytest.mark.parametrize("kind", INCREMENTAL)
 def test_only_what_changed_is_encoded(kind: str) -> None:
-    """A long text with a new end is encoded from its last control token on."""
     made = MADE[kind]
     tokeniser = made.tokeniser
     old = tokeniser.encode_whole("<s>" + "word " * 500 + "</s>" + "more " * 9 + "<s>")
@@ -96,18 +89,6 @@ def test_only_what_changed_is_encoded(kind: str) -> None:
     assert new.ids.tolist() == tokeniser.encode_whole(longer).ids.tolist()
 
 
-def test_a_control_token_that_grows_is_not_an_anchor() -> None:
-    """`<|im` in one text may be the start of `<|im_end|>` in the next."""
-    tokeniser = MADE["one_in_another"].tokeniser
-    for a, b in (("x<|im", "x<|im_end|>"), ("x<|im_end|>", "x<|im_end|>\n"), ("<s", "<s>>")):
-        first = "<s>hello" + a
-        old = tokeniser.encode_whole(first)
-        text = "<s>hello" + b + " end"
-        new = tokeniser.extend(old, common_characters(first, text), text)
-        assert new is not None
-        assert new.ids.tolist() == tokeniser.encode_whole(text).ids.tolist()
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_check_at_load_agrees_with_the_kinds(kind: str) -> None:
     """What the property shows on many texts, the check finds on a few."""
@@ -117,12 +98,9 @@ def test_the_check_at_load_agrees_with_the_kinds(kind: str) -> None:
 
 
 def test_the_check_finds_a_tokenizer_that_depends_on_what_stood_before() -> None:
-    """Where a cut changes the ids, the check says so."""
     made = MADE["byte_level"]
 
     class Counting:
-        """Encodes a text's length into its last id."""
-
         def encode(self, text: str) -> object:
             return join_ids(made.codec.encode(text), token_ids([len(text) % 50]))
 
@@ -137,7 +115,6 @@ def held(text: str) -> Tokenised:
 
 
 def test_the_longest_common_prefix_wins_among_a_session_s_and_the_latest() -> None:
-    """Agents that share a label, and forks under another, each find their own."""
     recent = RecentTexts(latest=2)
     main, helper = held("tools A main"), held("tools B helper")
     recent.add(main, "s")
@@ -150,19 +127,7 @@ def test_the_longest_common_prefix_wins_among_a_session_s_and_the_latest() -> No
     assert recent.find_nearest("other 2, forked", "new")[1] == 7
 
 
-def test_a_text_that_is_continued_is_replaced_and_others_are_kept() -> None:
-    """One conversation holds one text, however long it goes on."""
-    recent = RecentTexts()
-    first, second = held("a"), held("ab")
-    recent.add(first, "s")
-    recent.add(second, "s", first)
-    assert len(recent.held) == 1
-    recent.add(held("abc"), "t", second)
-    assert len(recent.held) == 2
-
-
 def test_what_is_remembered_is_bounded() -> None:
-    """In texts for each session, in all, and in bytes."""
     recent = RecentTexts(count=10, each=3, latest=2, limit=50_000)
     for i in range(50):
         recent.add(held(f"{i} " * 10), f"s{i % 5}")
@@ -173,17 +138,6 @@ def test_what_is_remembered_is_bounded() -> None:
         assert recent.held.total <= 50_000
     recent.add(held("y" * 100_000), "big")
     assert recent.held.total <= 50_000
-
-
-def test_a_session_keeps_its_last_few() -> None:
-    """An agent with many helpers does not push out other sessions."""
-    recent = RecentTexts(each=3)
-    texts = [held(f"{i} helper") for i in range(5)]
-    for text in texts:
-        recent.add(text, "s")
-    assert len(recent.held) == 3
-    assert recent.find_nearest("4 helper", "s")[0] is texts[4]
-    assert recent.find_nearest("0 helper", "s")[0] is None
 
 
 def test_tokens_found_after_normalising_or_by_their_neighbours_are_no_anchors() -> None:
@@ -207,29 +161,7 @@ def test_a_text_that_does_not_begin_with_its_anchor_is_encoded_whole() -> None:
     assert odd.encode("<s>hello</s>more", "s").ids[0] == 0
 
 
-def test_many_threads_share_a_tokeniser() -> None:
-    """Fifty requests at once each get their own text's ids."""
-    tokeniser = MADE["byte_level"].fresh()
-    wrong: list[int] = []
-
-    def work(number: int) -> None:
-        text = f"<s>shared start</s>number {number % 5}"
-        for turn in range(20):
-            text += f"<s>turn {turn}</s>"
-            got = tokeniser.encode(text, f"s{number % 3}")
-            if got.text != text or got.ids.tolist() != tokeniser.encode_whole(text).ids.tolist():
-                wrong.append(number)
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(12)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
-
-
 def test_a_position_is_what_a_prompt_shares_with_its_own_start() -> None:
-    """Inside words too, where the cut text ends in other tokens."""
     tokeniser = MADE["byte_level"].tokeniser
     prompt = tokeniser.encode_whole("<s>hello hello</s>next")
     for char in range(len(prompt.text) + 1):

@@ -22,7 +22,6 @@ OPENERS = {
 
 @pytest.mark.parametrize("name", OPENERS)
 def test_openers_are_learned_from_the_template(name: str) -> None:
-    """The tokens with which each family begins a message."""
     builder = PromptBuilder(kinds.tokenizer("byte_level", getattr(templates, name)))
     backend = kinds.backend("byte_level")
     found = {backend.id_to_token(token) for token in builder.openers}
@@ -38,7 +37,6 @@ def prompt(length: int, at: list[int], opener: int = 7) -> Tokenised:
 
 
 def test_marks_ascend_and_are_apart_and_end_at_the_generation_prompt() -> None:
-    """None at 0, none at the end, none so close that a checkpoint is wasted."""
     assert find_marks(prompt(100, [0, 20, 22, 50, 90]), frozenset([7]), 90) == (20, 50, 90)
     assert find_marks(prompt(100, [0, 20, 85, 90]), frozenset([7]), 90) == (20, 90)
     assert find_marks(prompt(100, [0, 20]), frozenset([7]), 100) == (20,)
@@ -47,14 +45,8 @@ def test_marks_ascend_and_are_apart_and_end_at_the_generation_prompt() -> None:
     assert MARK_DISTANCE > 1
 
 
-def test_tokens_that_only_begin_the_text_are_no_mark() -> None:
-    """Nothing would be saved there."""
-    assert find_marks(prompt(100, [0, 1, 40]), frozenset([7]), 80) == (40, 80)
-
-
 @pytest.mark.parametrize("name", ["QWEN3", "LLAMA3", "GEMMA"])
 def test_each_message_starts_at_a_mark(name: str) -> None:
-    """The end of tools and system, and of each message, and what precedes the reply."""
     source = getattr(templates, name)
     builder = PromptBuilder(kinds.tokenizer("byte_level", source))
     words = "some words that make this message longer than marks are apart"
@@ -130,7 +122,6 @@ def test_a_prompt_without_the_last_thought_parts_right_after_a_mark(name: str) -
 
 @pytest.mark.parametrize("name", ["QWEN3", "LLAMA3", "GEMMA", "MISTRAL"])
 def test_a_prompt_with_another_last_message_parts_right_after_a_mark(name: str) -> None:
-    """And so does one with another message in the middle."""
     builder = PromptBuilder(kinds.tokenizer("byte_level", getattr(templates, name)))
     roles = ["user", "assistant", "user", "assistant", "user"]
     chat = [{"role": role, "content": f"{n} {WORDS}"} for n, role in enumerate(roles)]

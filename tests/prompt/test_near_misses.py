@@ -48,7 +48,6 @@ def builder(*, most: bool) -> PromptBuilder:
 
 @st.composite
 def texts(draw: st.DrawFn) -> str:
-    """Noise with little around it, and all of it on its own too."""
     parts = draw(st.lists(st.sampled_from((*NOISE, *GLUE)), min_size=1, max_size=5))
     return "".join(parts)
 
@@ -92,7 +91,6 @@ def anthropic(asked: str, said: str, result: str, again: str) -> dict[str, Any]:
 def test_texts_reach_the_model_word_for_word(
     body: Any, most: bool, asked: str, result: str, again: str
 ) -> None:
-    """Messages of a person, and results of tools but for the session's own UUID."""
     made = builder(most=most)
     prompt = made.chat(request_to_chat(body(asked, "I look.", result, again)))
     text = made.decode(prompt.ids.tolist())

@@ -49,7 +49,6 @@ def next_turns(chat: Chat, begins: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("thoughts", [True, False])
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_the_next_turn_begins_so(name: str, reply: str, thoughts: bool) -> None:
-    """To the token; beyond it stands but what the client adds, and what opens it."""
     builder = PromptBuilder(kinds.tokenizer("byte_level", TEMPLATES[name]))
     chat = append_reply(Chat(MESSAGES, TOOLS), REPLIES[reply], {}, thoughts=thoughts)
     ahead = builder.next_turn(chat, "s").ids[:-1]

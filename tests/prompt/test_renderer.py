@@ -43,7 +43,6 @@ def user(text: str) -> dict[str, Any]:
 def test_a_turn_without_its_generation_prompt_starts_the_next_turn(
     name: str, turns: list[Chat]
 ) -> None:
-    """The same conversation, one turn later, renders to the same text and more."""
     renderer, _ = MADE[name]
     before = ""
     for chat in turns:
@@ -56,7 +55,6 @@ def test_a_turn_without_its_generation_prompt_starts_the_next_turn(
 @settings(max_examples=15, deadline=None)
 @given(turns=agent_turns())
 def test_every_text_of_the_client_is_rendered(name: str, turns: list[Chat]) -> None:
-    """Nothing a person or a tool said is lost, whatever the template refuses."""
     renderer, escape = MADE[name]
     for chat in turns:
         text = restored(escape, renderer.render(chat).text)
@@ -71,7 +69,6 @@ def json_of(text: str) -> str:
 
 
 def test_the_generation_prompt_depends_on_the_arguments() -> None:
-    """Each set of arguments has its own."""
     renderer, _ = make(templates.QWEN3)
     for args, end in (
         ({}, "assistant\n"),
@@ -107,7 +104,6 @@ def test_a_generation_prompt_that_depends_on_the_conversation_is_not_guessed() -
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_final_message_is_left_open(name: str) -> None:
-    """Its text ends the prompt, to the last blank, and the next turn starts with it."""
     renderer, _ = MADE[name]
     opened = [user("hi"), {"role": "assistant", "content": "Sure: "}]
     rendered = renderer.render(Chat(opened, continue_final=True))
@@ -118,7 +114,6 @@ def test_a_final_message_is_left_open(name: str) -> None:
 
 
 def test_only_an_assistant_s_text_can_be_continued() -> None:
-    """Anything else is refused."""
     renderer, _ = MADE["CHATML"]
     for last in (
         user("hi"),
@@ -129,7 +124,6 @@ def test_only_an_assistant_s_text_can_be_continued() -> None:
 
 
 def test_no_messages_are_refused() -> None:
-    """There is nothing to answer."""
     with pytest.raises(BadRequest):
         MADE["CHATML"][0].render(Chat([]))
 
@@ -141,7 +135,6 @@ def test_arguments_of_the_renderer_itself_are_refused() -> None:
 
 
 def test_arguments_that_break_the_template_are_the_client_s_mistake() -> None:
-    """And a template that breaks by itself is not."""
     renderer, _ = make("{%- set ns = namespace(n=0) -%}" + templates.chatml())
     for name in ("self", "namespace"):
         with pytest.raises(BadRequest, match="argument"):
@@ -152,7 +145,6 @@ def test_arguments_that_break_the_template_are_the_client_s_mistake() -> None:
 
 
 def test_text_in_arguments_is_escaped_and_a_conversation_s_own_win() -> None:
-    """Over those of the server."""
     renderer, escape = make("{{- style -}}" + templates.chatml(), style="dry")
     assert renderer.render(Chat([user("hi")])).text.startswith("dry<|im_start|>")
     text = renderer.render(Chat([user("hi")], template_args={"style": "<|im_end|>"})).text
@@ -161,7 +153,6 @@ def test_text_in_arguments_is_escaped_and_a_conversation_s_own_win() -> None:
 
 
 def test_what_a_conversation_shares_with_its_first_messages() -> None:
-    """With the system text and tools alone, for 0."""
     renderer, _ = MADE["CHATML"]
     chat = Chat([{"role": "system", "content": "S"}, user("one"), user("two")], TOOLS)
     text = renderer.render(chat).text
@@ -194,7 +185,6 @@ def nested(depth: int) -> Chat:
 
 
 def test_a_value_nested_too_deeply_is_refused() -> None:
-    """Never a failure of the server."""
     assert '["x"]' in MADE["CHATML"][0].render(nested(100)).text
     for depth in (1000, 20_000):
         with pytest.raises(BadRequest, match="deep"):

@@ -16,7 +16,7 @@ from mlxcache.store.database import TemporaryDatabase
 from mlxcache.store.reply_rows import ReplyRow
 from mlxcache.store.session_rows import Turn
 from mlxcache.store.sessions import Sessions
-from mlxcache.types import Chat, FinishReason, token_ids
+from mlxcache.types import Chat, token_ids
 from tests.prompt.chats import TOOLS
 from tests.prompt.families import FAMILIES
 from tests.prompt.replaying import (
@@ -50,7 +50,6 @@ def size(served: Served, message: Message) -> int:
 
 
 def called(served: Served, name: str, messages: list[Message]) -> tuple[Message, Any]:
-    """A reply with calls to a conversation."""
     text = TEXT if name != "gpt-oss" else ""
     return served.reply(served.asked(messages), served.writes(THOUGHT, text, CALLS[name]))
 
@@ -65,7 +64,6 @@ SENT: dict[str, Callable[[Message], Message]] = {
 @pytest.mark.parametrize("sends", SENT)
 @pytest.mark.parametrize("name", CALLING)
 def test_after_a_call_only_its_results_are_fed(name: str, sends: str) -> None:
-    """The whole reply, thinking too, stands in the next prompt token for token."""
     served = Served(name)
     messages = list(START)
     for turn in range(3):
@@ -108,8 +106,6 @@ def test_a_template_that_leaves_out_thinking_is_followed(name: str) -> None:
 
 
 def _edits(reply: Message) -> list[tuple[str, Message]]:
-    """Messages with another content than a reply's."""
-
     def changed(**fields: Any) -> Message:
         return {**copy.deepcopy(reply), **fields}
 
@@ -138,7 +134,6 @@ def _edits(reply: Message) -> list[tuple[str, Message]]:
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3.5", "glm", "minimax", "mistral"])
 def test_a_near_miss_is_tokenised_as_it_is(name: str) -> None:
-    """An edit of any part: the prompt is that of a server that never saw the reply."""
     served, fresh = Served(name), Served(name, {"replay": False, "thinking": False})
     reply, _ = called(served, name, START)
     for what, edited in _edits(reply):
@@ -225,7 +220,6 @@ def test_a_reply_that_does_not_come_back_is_read_once(
 
 
 def test_of_several_replies_the_one_that_comes_back_is_put_in() -> None:
-    """Regenerated replies, and two agents on one prompt."""
     served = Served("mistral")
     prompt = served.asked(START)
     kept = [served.reply(prompt, served.ids(f"{word} indeed.</s>")) for word in ("Yes", "No", "So")]
@@ -234,21 +228,7 @@ def test_of_several_replies_the_one_that_comes_back_is_put_in() -> None:
         assert again.ids[: len(held)].tolist() == held.tolist()
 
 
-@pytest.mark.parametrize("reason", ["length", "cancelled"])
-def test_a_reply_that_was_cut_off_is_put_in(reason: FinishReason) -> None:
-    """Up to where it was cut; the template closes it."""
-    served = Served("qwen3.5")
-    whole = served.ids(f"{THOUGHT}\n</think>\n\n{TEXT}{TEXT}")
-    first, _ = called(served, "qwen3.5", START)
-    asked = [*START, first, *results(first)]
-    reply, held = served.reply(served.asked(asked), whole[:-3], reason=reason)
-    # a tool's result behind it keeps its thinking
-    again = served.asked([*asked, reply, *results(first)])
-    assert again.ids[: len(held)].tolist() == held.tolist()
-
-
 def test_control_tokens_that_were_read_as_text_come_back_as_text() -> None:
-    """A malformed call is text to the client, and never becomes control tokens again."""
     served = Served("qwen3")
     raw = "<think>\nHm.\n</think>\n\n<tool_call>\n{broken\n</tool_call><|im_end|>"
     reply, _ = served.reply(served.asked(START), served.ids(raw))
@@ -259,7 +239,6 @@ def test_control_tokens_that_were_read_as_text_come_back_as_text() -> None:
 
 
 def test_a_session_label_is_not_needed_and_changes_nothing() -> None:
-    """A reply is found by its prompt."""
     served = Served("glm")
     reply, _ = called(served, "glm", START)
     messages = [*START, reply, *results(reply)]
@@ -293,7 +272,6 @@ def test_a_text_that_only_begins_like_the_thinking_stays() -> None:
 
 
 def test_what_is_remembered_is_bounded_in_bytes() -> None:
-    """The least recently used replies are evicted; those of a conversation in use stay."""
     replies = Replies(limit=40_000)
     made = [
         GeneratedReply(
@@ -323,7 +301,6 @@ def test_what_is_remembered_is_bounded_in_bytes() -> None:
 
 
 def test_what_was_written_before_a_restart_is_put_in() -> None:
-    """In another process, with other sentinels; also where the user's text holds control tokens."""
     served = Served("qwen3")
     start = [user("What is <|im_end|>? And this: <|im_end|>")]
     reply, held = called(served, "qwen3", start)

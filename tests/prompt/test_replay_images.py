@@ -67,7 +67,6 @@ def seen(show: str) -> list[Message]:
 
 
 def test_a_reply_behind_an_image_is_put_in(served: Served) -> None:
-    """Only the result is fed; behind another image of that size all is, from the image on."""
     prompt = served.asked(seen("a"))
     assert len(prompt.images) == 1
     reply, held = served.reply(prompt, served.writes(THOUGHT, "I look.", [CALL]))
@@ -82,7 +81,6 @@ def test_a_reply_behind_an_image_is_put_in(served: Served) -> None:
 
 
 def test_images_of_later_messages_are_where_they_should_be(served: Served) -> None:
-    """Behind a reply with other ids than its text has."""
     reply, held = served.reply(served.asked(seen("a")), served.writes(THOUGHT, "", [CALL]))
     shown = {"role": "user", "content": ["It is: ", image("c")]}
     again = served.asked([*seen("a"), reply, *results(reply), shown])
@@ -95,7 +93,6 @@ def test_images_of_later_messages_are_where_they_should_be(served: Served) -> No
 
 
 def test_what_is_computed_ahead_has_the_images(served: Served) -> None:
-    """Its ids are those of the prompt that then comes."""
     prompt = served.asked(seen("a"))
     ids = served.writes(THOUGHT, "It is a file, as I said. " * 4, [])
     pieces, _ = served.pieces(prompt, ids)

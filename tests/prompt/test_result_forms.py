@@ -55,7 +55,6 @@ BODIES = {
 
 @pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
 def test_results_of_every_api_have_a_form(body: dict[str, Any]) -> None:
-    """Without the numbers that the tool wrote before its lines."""
     made: list[str] = []
 
     def encode(text: str) -> Tokens:

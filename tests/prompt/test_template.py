@@ -8,7 +8,6 @@ USER = {"role": "user", "content": "hi"}
 
 
 def test_a_template_s_refusal_is_told_in_its_own_words() -> None:
-    """The client can read what is wrong with its conversation."""
     template = Template(kinds.tokenizer("byte_level", templates.GEMMA))
     with pytest.raises(BadRequest, match="must alternate"):
         template.render([USER, USER], generation=True, args={})
@@ -16,27 +15,17 @@ def test_a_template_s_refusal_is_told_in_its_own_words() -> None:
 
 @pytest.mark.parametrize("source", ["{{ messages[5].x.y }}", "{{ 1 + 'a' }}", "{% if %}"])
 def test_a_template_that_breaks_is_not_the_client_s_fault(source: str) -> None:
-    """It is a failure of the server, with the reason."""
     template = Template(kinds.tokenizer("byte_level", source))
     with pytest.raises(GenerationFailed, match="chat template failed"):
         template.render([USER], generation=True, args={})
 
 
-def test_arguments_reach_the_template() -> None:
-    """Thinking can be turned off per request."""
-    template = Template(kinds.tokenizer("byte_level", templates.QWEN3))
-    text = template.render([USER], generation=True, args={"enable_thinking": False})
-    assert text.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
-
-
 def test_the_plain_form_names_roles() -> None:
-    """A base model reads a dialogue."""
     text = render_plain([USER, {"role": "assistant", "content": "yes"}], "<s>", generation=True)
     assert text == "<s>User: hi\n\nAssistant: yes\n\nAssistant:"
 
 
 def test_the_plain_form_starts_with_the_start_token_only_if_the_tokenizer_adds_it() -> None:
-    """As the tokenizer itself would begin a text."""
     from tokenizers import processors
     from transformers import PreTrainedTokenizerFast
 

@@ -37,7 +37,6 @@ EXPECTED = {
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_traits_are_found_by_rendering(name: str) -> None:
-    """Each template's habits, as written in its docstring, are seen from outside."""
     template = Template(kinds.tokenizer("byte_level", getattr(templates, name)))
     assert probe(template, {}) == EXPECTED[name]
 
@@ -50,7 +49,6 @@ def test_developer_is_taken_only_by_name() -> None:
 
 
 def test_a_template_that_always_fails_takes_nothing_and_probing_survives() -> None:
-    """A broken template is told of when a request meets it."""
     broken = "{{- raise_exception('no') -}}"
     traits = probe(Template(kinds.tokenizer("byte_level", broken)), {})
     taken = (traits.system, traits.tools, traits.tool_calls, traits.tool_role)
@@ -72,7 +70,6 @@ def test_templates_written_in_python_are_probed_alike() -> None:
 
 
 def test_without_a_template_everything_is_text() -> None:
-    """The plain form takes any role but knows no tools."""
     assert probe(Template(kinds.tokenizer("byte_level", None)), {}) == Traits()
 
 

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from mlxcache.prompt.replies import equal_blocks, join_blocks
 from mlxcache.wire.chat_bodies import request_to_chat
 from tests.prompt.families import FAMILIES
 from tests.prompt.replaying import Served
@@ -30,7 +29,6 @@ def _split(texts: list[str]) -> list[str]:
 
 
 def each(change: Callable[[str], str]) -> Trim:
-    """The trim that changes each text alone."""
     return lambda texts: [change(text) for text in texts]
 
 
@@ -55,13 +53,11 @@ TRIMS: dict[str, Trim] = {
 
 
 def answer(talk: Talk) -> None:
-    """Text after thinking, which most templates leave out then."""
     talk.says(THOUGHT, TEXT)
     talk.user(NEW)
 
 
 def said_and_called(talk: Talk) -> None:
-    """Text before a call."""
     talk.says(THOUGHT, TEXT, [READ])
     talk.results(NEW)
 
@@ -81,7 +77,6 @@ def between(talk: Talk) -> None:
 
 
 def between_with_call(talk: Talk) -> None:
-    """The same, and a call."""
     raw = talk.model.family.writes(THOUGHT, f"{TEXT}<think>{THOUGHT}</think>\n\n{TEXT}", [READ])
     talk.replies(raw)
     talk.results(NEW)
@@ -132,7 +127,6 @@ def test_no_trim_has_any_reply_fed_again(name: str, kind: Callable[[Talk], None]
 @pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("name", ["qwen3", "gpt-oss", "glm", "mistral"])
 def test_a_reply_that_is_trimmed_later_changes_nothing_behind_it(name: str, api: str) -> None:
-    """What was said after it is found by a prompt that holds it as it was sent first."""
     talk = Talk(name, api)
     talk.user("Please read the file. " * 3)
     for _ in range(3):
@@ -198,7 +192,6 @@ def texts_and_edits(draw: st.DrawFn) -> tuple[str, str, bool]:
 def test_only_a_reply_with_other_blanks_at_its_ends_is_replaced(
     name: str, case: tuple[str, str, bool]
 ) -> None:
-    """One with another word, or other blanks between two words, is tokenised as it is."""
     text, edited, same = case
     talk = Talk(name, "chat", model=model_with(name))
     talk.user(f"Please read this: {text!r} {edited!r}")
@@ -216,27 +209,3 @@ def test_only_a_reply_with_other_blanks_at_its_ends_is_replaced(
         plain = model_with(name, replay=False)
         as_sent = plain.builder.chat(request_to_chat(talk.body), "s")
         assert found.ids.tolist() == as_sent.ids.tolist()
-
-
-@given(
-    blocks=st.lists(st.lists(WORD, min_size=1, max_size=3), min_size=1, max_size=4),
-    data=st.data(),
-)
-def test_blocks_are_equal_if_only_their_edges_differ(
-    blocks: list[list[str]], data: st.DataObject
-) -> None:
-    """However they are cut and joined; not if a blank between two words of one block is another."""
-    texts = ["  ".join(words) for words in blocks]
-    blank = st.just("") | BLANK
-    joined = "".join(data.draw(blank) + text + data.draw(blank) for text in texts)
-    assert equal_blocks(texts, [joined])
-    assert equal_blocks([joined], texts)
-    assert equal_blocks(texts, [join_blocks(texts)])
-    assert equal_blocks(["", *texts, " \n"], [f" {text}\n" for text in texts])
-    words = [word for text in texts for word in text.split("  ")]
-    cut = ["".join(words[:1]), *words[1:]]
-    assert equal_blocks(texts, cut)
-    if len(blocks[0]) > 1:
-        assert not equal_blocks(texts, [" ".join(blocks[0]), *texts[1:]])
-    assert not equal_blocks(texts, [*texts, "x"])
-    assert not equal_blocks(texts, [f"x{joined}"])

@@ -29,26 +29,22 @@ RESULT = "It is so, line after line."
 
 
 def whole(talk: Talk) -> None:
-    """An answer without a thought."""
     talk.says("", TEXT)
     talk.user(NEW)
 
 
 def thought(talk: Talk) -> None:
-    """An answer after thinking."""
     talk.says(THOUGHT, TEXT)
     talk.user(NEW)
 
 
 def call(talk: Talk) -> None:
-    """A call after thinking."""
     pieces = talk.says(THOUGHT, "", [READ])
     assert [type(p) for p in pieces if not isinstance(p, Thinking)][-1:] == [ToolCall]
     talk.results(RESULT)
 
 
 def said_and_called(talk: Talk) -> None:
-    """Text before the call."""
     talk.says(THOUGHT, TEXT, [READ])
     talk.results(RESULT)
 
@@ -177,7 +173,6 @@ FOLLOWED = [kind for kind in KINDS if kind is not stopped]
 
 
 def stripped(texts: list[str]) -> list[str]:
-    """Each text without white space at its ends."""
     return [text.strip() for text in texts]
 
 

@@ -160,7 +160,6 @@ class Talk(Client):
         return sum(len(encode(text, add_special_tokens=False)) for text in self.news)
 
     def ask(self, stop: Sequence[str] = ()) -> ChatPrompt:
-        """The prompt of what the client has sent."""
         self.prompt = self.model.builder.chat(request_to_chat(self.body), "s", stop)
         return self.prompt
 
@@ -173,7 +172,6 @@ class Talk(Client):
     def replies(
         self, raw: str, *, reason: FinishReason = "stop", stop: Sequence[str] = ()
     ) -> list[Piece]:
-        """The model's answer to the last prompt, which the client takes into the history."""
         prompt, chat = self.prompt, request_to_chat(self.body)
         ids = self.model.ids(raw)
         pieces, out = self.model.pieces(prompt, ids, chat.tools, reason=reason, stop=stop)
@@ -224,7 +222,6 @@ def _rewritten(block: Body) -> Body:
 
 
 def tools_of(api: str) -> list[Body]:
-    """The tools in an API's shape."""
     if api == "chat":
         return [dict(tool) for tool in TOOLS]
     functions: list[Any] = [tool["function"] for tool in TOOLS]

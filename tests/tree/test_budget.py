@@ -10,7 +10,6 @@ from mlxcache.tree.budget import Budget
 
 
 def test_a_negative_limit_is_refused():
-    """A limit is a number of bytes."""
     with pytest.raises(ValueError, match="-1 bytes"):
         Budget(-1)
 
@@ -27,7 +26,6 @@ MEMBER_STEPS = st.lists(
 
 @given(limits=st.lists(st.integers(0, 120), min_size=3, max_size=3), steps=MEMBER_STEPS)
 def test_shared_bytes_are_those_of_the_members_and_its_own(limits, steps):
-    """In any order of steps, also refused ones; reserving keeps both limits."""
     shared = Budget(limits[0])
     budgets = [shared, *(Budget(limit, shared) for limit in limits[1:])]
     kinds: list[dict[str, int]] = [{}, {}, {}]

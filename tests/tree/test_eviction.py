@@ -27,19 +27,6 @@ def order(eligible=lambda _: True) -> EvictionOrder:
     return EvictionOrder(Worth(1), eligible, EvictionClock(lambda: 1))
 
 
-def test_what_is_not_eligible_is_forgotten_until_added_again():
-    """It costs one look, not one on every call."""
-    leaves = order(lambda each: not each.locks)
-    one = node(1)
-    one.locks = 1
-    leaves.add(one)
-    assert leaves.first() is None
-    assert one not in leaves
-    one.locks = 0
-    leaves.add(one)
-    assert leaves.first() is one
-
-
 def test_discarded_nodes_do_not_pile_up():
     """A tree that loses as many nodes as it gains keeps a small heap; wishes end in it too."""
     leaves = order()
@@ -96,12 +83,10 @@ class Traffic:
         return length - found.length
 
     def turn(self, number: int, new: int = 10) -> int:
-        """The next turn of a conversation."""
         self.lengths[number] = self.lengths.get(number, 30) + new
         return self.ask(number, self.lengths[number])
 
     def held(self, number: int) -> int:
-        """The tokens of a conversation that are there."""
         ids = self.ids(number, 5000)
         return self.tree.match(ids, touch=False).length
 
@@ -115,15 +100,6 @@ def test_who_was_never_found_again_goes_before_an_older_conversation():
         traffic.ask(title, 60)
     assert traffic.held(1) == 80
     assert traffic.held(2) <= HEAD
-
-
-def test_of_equal_use_the_oldest_goes_first():
-    """So it is the order of use where nobody was found twice."""
-    traffic = Traffic(200)
-    for number in (3, 4, 5, 6):
-        traffic.ask(number, 60)
-    assert traffic.held(3) <= HEAD
-    assert [traffic.held(number) for number in (4, 5, 6)] == [60, 60, 60]
 
 
 def test_the_tail_that_a_newer_turn_replaced_goes_first():
@@ -198,15 +174,6 @@ def test_a_conversation_outlasts_all_that_is_asked_once(others):
         assert traffic.turn(1, 3) == 3, aside
 
 
-def test_a_place_further_on_is_worth_more_where_computing_it_takes_longer():
-    """By the byte that it frees; so is what has no checkpoint beside its KV."""
-    worth = Worth(100, 100_000, growth=1 / 4096)
-    places = {end: worth.place(2000, end, 2000 * 200) for end in (2000, 12_000)}
-    assert places == {2000: 0, 12_000: 1}
-    assert worth.place(50, 8000, 50 * 100 + 100_000) == -1
-    assert Worth(100).place(50, 100, 5000) == Worth(100).place(50, 8000, 5000) == 0
-
-
 @given(
     uses=st.integers(0, 1),
     tokens=st.integers(1, 100_000),
@@ -239,7 +206,6 @@ def test_a_prefix_that_is_wished_kept_outlasts_one_that_is_not_while_that_holds(
 
 
 def test_each_use_begins_the_time_again():
-    """Also by a request without marks."""
     traffic = Traffic(1000)
     traffic.ask(1, 60, keeps=WISH)
     traffic.ask(2, 60)

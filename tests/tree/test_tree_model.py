@@ -21,7 +21,6 @@ CHOICE = st.integers(0, 1000)
 
 
 def ids(prefix: Prefix):
-    """The prefix as the tree takes it."""
     return token_ids(prefix)
 
 
@@ -31,7 +30,6 @@ def prefixes(sequence: Prefix) -> list[Prefix]:
 
 
 def nodes_of(tree: PrefixTree) -> list[Node]:
-    """Every node but the root."""
     found: list[Node] = []
     pending = list(tree.root.children.values())
     while pending:
@@ -108,7 +106,6 @@ class Against(RuleBasedStateMachine):
 
     @rule(sequence=SEQUENCES, touch=st.booleans())
     def match(self, sequence, touch):
-        """Length, owners and checkpoints are those of the model."""
         found = self.found(sequence)
         self.followed.add(sequence)
         match = self.tree.match(ids(sequence), touch)
@@ -137,7 +134,6 @@ class Against(RuleBasedStateMachine):
     @precondition(lambda self: self.locks)
     @rule(choice=CHOICE)
     def unlock(self, choice):
-        """In any order."""
         self.tree.unlock(self.locks.pop(choice % len(self.locks))[0])
 
     @precondition(lambda self: self.held)
@@ -153,7 +149,6 @@ class Against(RuleBasedStateMachine):
     @precondition(lambda self: self.states)
     @rule(choice=CHOICE)
     def drop_checkpoint(self, choice):
-        """KV stays."""
         prefix = self.pick(self.states, choice)
         node = self.tree.match(ids(prefix), touch=False).nodes[-1]
         assert self.tree.drop_checkpoint(node) is self.states.pop(prefix)[0]
@@ -161,7 +156,6 @@ class Against(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(choice=CHOICE)
     def split(self, choice):
-        """A boundary anywhere changes nothing that can be looked up."""
         prefix = self.pick(self.held, choice)
         node = self.tree.match(ids(prefix), touch=False).nodes[-1]
         assert prefix_of(self.tree.split_at(node, len(prefix))) == prefix
@@ -169,7 +163,6 @@ class Against(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(choice=CHOICE)
     def cut(self, choice):
-        """Of a leaf any tail of its edge goes; all else refuses."""
         prefix = self.pick(self.held, choice)
         node = self.tree.match(ids(prefix), touch=False).nodes[-1]
         whole = prefix_of(node)
@@ -182,7 +175,6 @@ class Against(RuleBasedStateMachine):
             self.cut_leaf(node, position)
 
     def cut_leaf(self, node: Node, position: int):
-        """Cut in the tree and in the model, and compare what came off."""
         whole = prefix_of(node)
         state, nbytes = self.states.pop(whole, (None, 0))
         cut = self.tree.cut(node, position)
@@ -209,20 +201,17 @@ class Against(RuleBasedStateMachine):
 
     @rule(sequence=SEQUENCES, anchor=st.none() | st.integers(0, 5))
     def ask(self, sequence, anchor):
-        """A request counts, and changes nothing that can be looked up."""
         self.tree.count_use(self.tree.match(ids(sequence)), len(sequence), anchor)
 
     @precondition(lambda self: self.held)
     @rule(choice=CHOICE, position=st.integers(1, 9), seconds=st.integers(1, 9))
     def keep(self, choice, position, seconds):
-        """So does a client's wish."""
         prefix = self.pick(self.held, choice)
         node = self.tree.match(ids(prefix), touch=False).nodes[-1]
         self.tree.keep(node, ((position, float(seconds)),))
 
     @rule(seconds=st.integers(1, 5))
     def time_passes(self, seconds):
-        """Wishes end."""
         self.time += seconds
 
     @precondition(lambda self: self.held)
@@ -247,7 +236,6 @@ class Against(RuleBasedStateMachine):
 
     @rule()
     def clear(self):
-        """Only prefixes of what is locked stay, up to the end of their edges."""
         clear(self.tree)
         locked = {each for _, p in self.locks for each in prefixes(p)}
         self.held = {p: v for p, v in self.held.items() if p in locked}
@@ -255,7 +243,6 @@ class Against(RuleBasedStateMachine):
 
     @invariant()
     def agrees(self):
-        """Every count and every live range is the model's, and the tree finds itself sound."""
         check_tree(self.tree)
         assert self.tree.tokens == len(self.held)
         assert self.tree.kv_bytes == 3 * len(self.held)

@@ -17,7 +17,6 @@ SYSTEM = 4_000
 
 
 def tokens(seed: int, count: int):
-    """Random token ids."""
     return token_ids(np.random.default_rng(seed).integers(0, VOCABULARY, count, dtype=np.int32))
 
 
@@ -64,7 +63,6 @@ def measure(lengths: list[int]) -> tuple[PrefixTree, float, float, float]:
 
 
 def test_a_look_up_takes_as_long_among_many_as_among_few():
-    """It depends on the prompt and not on how much is held."""
     few, many = (measure([2_000] * count) for count in (30, 1_000))
     assert many[2] < 3 * few[2]
     assert many[1] < 1.5 * few[1]
@@ -76,19 +74,6 @@ def test_look_ups_and_memory_with_ten_thousand_conversations():
     lengths = [20_000 if seed % 100 == 0 else 2_000 for seed in range(10_000)]
     tree, per_token, median, _ = measure(lengths)
     assert tree.segments > 30_000
-    assert median < 0.002
-    assert per_token < 16
-
-
-@pytest.mark.slow
-def test_look_ups_and_memory_at_full_size():
-    """The same with 10,000 conversations of 20,000 tokens each."""
-    tree, per_token, median, worst = measure([20_000] * 10_000)
-    print(
-        f"{tree.tokens} tokens in {tree.segments} segments, {per_token:.2f} bytes per token, "
-        f"look-up median {median * 1e3:.3f} ms, worst {worst * 1e3:.3f} ms"
-    )
-    assert tree.tokens > 150_000_000
     assert median < 0.002
     assert per_token < 16
 

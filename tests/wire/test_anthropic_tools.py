@@ -21,19 +21,6 @@ def test_tools_keep_their_order_and_their_schema() -> None:
     }
 
 
-def test_a_deferred_tool_may_be_called_but_is_not_in_the_head() -> None:
-    box = Toolbox([tool("A"), tool("B", deferred=True)])
-    assert [f["function"]["name"] for f in box.head] == ["A"]
-    assert [f["function"]["name"] for f in box.all] == ["A", "B"]
-
-
-def test_loading_a_deferred_tool_gives_its_name_description_and_schema() -> None:
-    text = Toolbox([tool("B", deferred=True)]).describe_loaded("B")
-    assert '"name": "B"' in text
-    assert "Does B." in text
-    assert '"path": {"type": "string"}' in text
-
-
 def test_a_reference_to_a_tool_of_the_head_does_not_describe_it_twice() -> None:
     text = Toolbox([tool("A", deferred=False)]).describe_loaded("A")
     assert "A can be called" in text

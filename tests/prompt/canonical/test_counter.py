@@ -28,7 +28,6 @@ CHAT = Chat(
 
 
 def test_counters_go_from_system_messages():
-    """As all of a message, and at the end of one, also several."""
     made = Canonicaliser().canonicalise(CHAT)
     assert [m["content"] for m in made.chat.messages] == [
         "Be brief.",
@@ -61,7 +60,6 @@ def test_the_newest_can_stand_at_the_end():
     ],
 )
 def test_counters_go_in_the_order_in_which_they_came(text, left, counters):
-    """Blocks of one message, in whatever order a client puts them."""
     assert split(text) == (left, counters)
 
 
@@ -80,7 +78,6 @@ def test_a_counter_between_the_paragraphs_of_a_later_message_goes():
 
 
 def test_a_reply_that_is_to_be_continued_stays_last():
-    """The newest counter stands before it."""
     chat = Chat((*CHAT.messages, message("assistant", "Once")), continue_final=True)
     made = Canonicaliser({"newest_counter": True}).canonicalise(chat)
     assert [m["content"] for m in made.chat.messages][-2:] == [NEXT, "Once"]
@@ -101,15 +98,4 @@ def test_a_reply_that_is_to_be_continued_stays_last():
     ],
 )
 def test_what_only_looks_like_it_stays(text):
-    """In a sentence, with text behind it, of another shape."""
     assert split(text) == (text, [])
-
-
-def test_what_a_person_wrote_stays():
-    """Also where a person wrote exactly a counter, and in replies and results."""
-    messages = tuple(
-        {"role": role, "content": f"x\n{COUNTER}", "tool_call_id": "1"}
-        for role in ("user", "assistant", "tool")
-    )
-    for rules in ({}, {"newest_counter": True}):
-        assert tuple(Canonicaliser(rules).canonicalise(Chat(messages)).chat.messages) == messages

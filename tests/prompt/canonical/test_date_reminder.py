@@ -59,7 +59,6 @@ def test_a_turn_extends_the_one_before() -> None:
 
 
 def test_a_reminder_among_others_goes() -> None:
-    """They stay, in their order."""
     said, _ = told(conversation(f"{started()}Hi", f"{TOOLS}\n{reminder()}{TOOLS}Hello"))
     assert said[1] == f"{TOOLS}\n{TOOLS}Hello"
 
@@ -77,7 +76,6 @@ def test_a_reminder_among_others_goes() -> None:
     ],
 )
 def test_every_other_reminder_stays(text: str) -> None:
-    """Of another date, alone, in or after the user's words, or in other words."""
     said, rules = told(conversation(f"{started()}Hi", text))
     assert said == [f"{started()}Hi", text]
     assert rules == ()
@@ -85,7 +83,6 @@ def test_every_other_reminder_stays(text: str) -> None:
 
 @pytest.mark.parametrize("first", ["Hi", started(OTHER), f"Today's date is {DATE}."])
 def test_a_date_that_the_first_message_does_not_have_stays(first: str) -> None:
-    """Or in the conversation of another client."""
     said, rules = told(conversation(first, f"{reminder()}Hello"))
     assert said == [first, f"{reminder()}Hello"]
     assert rules == ()
@@ -98,9 +95,3 @@ def test_results_and_replies_stay() -> None:
     messages += [{"role": "tool", "tool_call_id": "1", "content": text}]
     made = Canonicaliser().canonicalise(Chat(messages))
     assert list(made.chat.messages) == messages
-
-
-def test_the_rule_can_be_switched_off() -> None:
-    said, rules = told(conversation(f"{started()}{reminder()}Hello"), date_reminder=False)
-    assert said == [f"{started()}{reminder()}Hello"]
-    assert rules == ()

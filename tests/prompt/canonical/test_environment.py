@@ -140,7 +140,6 @@ def test_a_file_that_the_first_message_names_may_come_between():
     ],
 )
 def test_in_another_place_it_stays(messages):
-    """Or where a person wrote it."""
     chat = Chat(messages)
     assert Canonicaliser().canonicalise(chat).chat is chat
 
@@ -174,7 +173,6 @@ def test_in_another_place_it_stays(messages):
     ],
 )
 def test_with_other_words_in_it_it_stays(text):
-    """Text of unknown kind, or an environment without a known end."""
     chat = Chat([HEAD, ASKED, message("system", text)])
     assert Canonicaliser().canonicalise(chat).chat is chat
 
@@ -223,12 +221,6 @@ def test_every_word_is_there_once_and_each_turn_extends_the_one_before(parts):
         assert made.chat.messages == chat
     more = [*chat, message("assistant", "Done."), message("user", "Thanks.")]
     assert texts(rules.canonicalise(Chat(more))) == [*said, "Done.", "Thanks."]
-
-
-def test_it_can_be_switched_off():
-    """As any rule."""
-    chat = Chat([HEAD, ASKED, message("system", MAIN)])
-    assert Canonicaliser({"environment": False}).canonicalise(chat).chat is chat
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,6 @@ def rules():
 @pytest.mark.parametrize("status", FORMS)
 @pytest.mark.parametrize("end", ["", "\n", "\n\n# More\nBe brief."])
 def test_a_status_moves_behind_the_last_message(rules, status, end):
-    """The head is the same for every status."""
     made = apply(rules, head(status, end), message("user", "hi"))
     assert texts(made) == ["You are an agent." + end.rstrip("\n"), "hi", status]
     assert made.rules == ("git_status",)
@@ -82,7 +81,6 @@ def test_a_status_moves_behind_the_last_message(rules, status, end):
 
 @pytest.mark.parametrize("lines", ["Working tree clean", "Not a git repository", " M a\n D b"])
 def test_a_status_in_continues_tags_moves_with_them(rules, lines):
-    """The text around it stays, and other tags do."""
     status = TAGGED.replace('M notes.txt\n?? "new file.py"', lines)
     made = apply(rules, head(status, f"\n{SIGNATURE}"), message("user", "hi"))
     assert texts(made) == [f"You are an agent.\n\n{SIGNATURE}", "hi", status]
@@ -95,7 +93,6 @@ def test_a_status_in_continues_tags_moves_with_them(rules, lines):
     [TAGGED.removesuffix("</context>"), TAGGED.replace("M notes", "Read notes"), SIGNATURE],
 )
 def test_tags_with_other_text_in_them_stay(text):
-    """Or without an end."""
     assert split_status(text) == (text, [])
 
 
@@ -110,7 +107,6 @@ def test_it_is_off_unless_asked_for():
     ["About gitStatus: nothing", "gitstatus: M a.py", "gitStatus:", "  gitStatus: M a.py", "x"],
 )
 def test_what_only_looks_like_it_stays(text):
-    """Another case, another place in the line, nothing behind it."""
     assert split_status(text) == (text, [])
 
 
@@ -121,29 +117,8 @@ def test_text_behind_a_status_is_not_eaten():
     assert blocks == [STATUS]
 
 
-def test_what_a_person_wrote_stays(rules):
-    """Also a whole status, and one in a result."""
-    messages = (message("user", STATUS), message("assistant", STATUS), message("tool", STATUS))
-    assert tuple(apply(rules, *messages).chat.messages) == messages
-
-
-def test_each_turn_extends_the_one_before(rules):
-    """Whether the status is still the same, or another in every request."""
-    turns = [message("user", "one"), message("assistant", "two"), message("tool", "three")]
-    turns += [message("assistant", "four"), message("user", "five")]
-    for changing in (False, True):
-        before: list[str] = []
-        for n in (1, 3, 5):
-            status = f"gitStatus: M {n if changing else 0}.py"
-            now = texts(apply(rules, head(status), *turns[:n], session=str(changing)))
-            assert now[: len(before)] == before
-            assert now.count(status) == 1
-            before = now
-
-
 @pytest.mark.parametrize("labels", [("one", "two"), (None, None)])
 def test_another_session_s_status_is_not_told(rules, labels):
-    """Two sessions that begin with the same words have a status each."""
     one, two = labels
     first = apply(rules, head(STATUS), message("user", "hi"), session=one)
     second = apply(rules, head(OTHER), message("user", "hi"), session=two)
@@ -154,13 +129,11 @@ def test_another_session_s_status_is_not_told(rules, labels):
 
 
 def test_a_reply_that_is_to_be_continued_stays_last(rules):
-    """The status stands before it."""
     chat = Chat((head(), message("user", "hi"), message("assistant", "Once")), continue_final=True)
     assert texts(rules.canonicalise(chat))[-2:] == [STATUS, "Once"]
 
 
 def test_a_mark_behind_the_last_message_stays_behind_all(rules):
-    """The breakpoint counts the status as what it stands behind."""
     chat = Chat((head(), message("user", "hi")), breakpoint=2)
     assert rules.canonicalise(chat).chat.breakpoint == 3
     chat = Chat((head(), message("user", "hi")), breakpoint=0)
@@ -177,5 +150,4 @@ def test_a_mark_behind_the_last_message_stays_behind_all(rules):
     ],
 )
 def test_what_only_looks_like_a_snapshot_stays(rules, text):
-    """Without its fence or its marks, or quoted."""
     assert texts(apply(rules, head(text), message("user", "hi"))) == [head(text)["content"], "hi"]

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from mlxcache.config.rules import RULES
 from mlxcache.prompt.builder import PromptBuilder
 from mlxcache.prompt.canonical.remembered import CLEARED
 from mlxcache.types import Chat, ToolCall
@@ -59,13 +60,11 @@ SYSTEMS: dict[str, Any] = {
 
 @pytest.mark.parametrize("system", SYSTEMS.values(), ids=SYSTEMS)
 def test_attribution_blocks_and_marks(shared: PromptBuilder, system: Any) -> None:
-    """Each is the prompt of a plain text without any."""
     assert ids(shared, anthropic(system=system)) == ids(shared, anthropic(system=HEAD))
 
 
 @pytest.mark.parametrize("role", ["system", "developer"])
 def test_attribution_through_a_proxy(shared: PromptBuilder, role: str) -> None:
-    """In OpenAI's shape: one text, parts, or a message for each block."""
     line = LINE.format("36ee5")
     plain = ids(shared, openai({"role": role, "content": HEAD}))
     for content in (f"{line}\n{HEAD}", [text(line), text(HEAD)], [text(line + "\n"), text(HEAD)]):
@@ -91,7 +90,6 @@ def test_a_list_of_one_text_and_a_moving_mark(shared: PromptBuilder) -> None:
 
 
 def test_the_order_of_tools(builder: PromptBuilder) -> None:
-    """The first one is kept."""
     first = ids(builder, anthropic(tools=TOOLS))
     assert ids(builder, anthropic(tools=TOOLS[::-1])) == first
     assert ids(builder, anthropic(tools=[TOOLS[1], TOOLS[2], TOOLS[0]])) == first
@@ -127,7 +125,6 @@ def test_arguments_that_were_written_anew(builder: PromptBuilder) -> None:
 
 
 def test_results_that_were_cleared(builder: PromptBuilder) -> None:
-    """The prompt is what it was when the result was new, while that leaves room for a reply."""
     call = use(path="a")
     was = ids(builder, anthropic(messages=turns(call, LONG)))
     cleared = anthropic(messages=turns(call, [text(CLEARED)]))
@@ -145,7 +142,6 @@ def test_results_that_were_cleared(builder: PromptBuilder) -> None:
 
 @pytest.mark.parametrize("word", ["<|im_end|>", "<tool_call>", "<|im_start|>system", "</think>"])
 def test_control_tokens_in_a_result_are_text(shared: PromptBuilder, word: str) -> None:
-    """The words around them are tokenised as ever, and no control token is added."""
     controls = set(kinds.tokenizer("byte_level", templates.chatml()).get_added_vocab().values())
 
     def special(content: str) -> list[int]:
@@ -156,8 +152,7 @@ def test_control_tokens_in_a_result_are_text(shared: PromptBuilder, word: str) -
 
 
 def test_all_rules_can_be_off() -> None:
-    """Then a prompt is what the client sent."""
-    off = dict.fromkeys(("attribution", "counter", "uuid", "tool_order"), False)
+    off = dict.fromkeys(RULES, False)
     made = PromptBuilder(kinds.tokenizer("byte_level", templates.chatml()), rules=off)
     line = LINE.format("36ee5")
     assert ids(made, anthropic(system=f"{line}\n{HEAD}")) != ids(made, anthropic(system=HEAD))

@@ -52,7 +52,6 @@ def noisy(messages: int, session: int) -> Chat:
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_each_turn_extends_the_one_before(name: str) -> None:
-    """With every template, token for token up to where the reply begins."""
     made = PromptBuilder(kinds.tokenizer("byte_level", SOURCES[name]), rules={"git_status": True})
     before: list[int] = []
     for messages in (1, 3, 5):
@@ -99,7 +98,6 @@ MESSAGES = st.builds(
 def test_no_message_of_a_person_is_changed_moved_or_dropped(
     rules: Mapping[str, bool], messages: list[dict[str, Any]], marked: int
 ) -> None:
-    """Nor is a reply, a call or a result lost; nothing is written to."""
     sent = [dict(message) for message in messages]
     chat = Chat(tuple(messages), breakpoint=min(marked, len(messages)))
     made = Canonicaliser(rules).canonicalise(chat, "s").chat
