@@ -144,7 +144,6 @@ def test_one_that_waits_reveals_where_it_will_part(bench: Bench, rng: np.random.
 def test_going_on_from_the_end_of_a_reply_costs_nothing(
     bench: Bench, rng: np.random.Generator
 ) -> None:
-    """Not one token of the reply is fed again."""
     ids = prompt(rng, 150)
     for tokens in (1, 7, 40):
         task = bench.ask(ids, marks=[len(ids) - 4], tokens=tokens)

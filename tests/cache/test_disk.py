@@ -16,10 +16,9 @@ import pytest
 
 from mlxcache import disk_calls
 from mlxcache.cache.disk import DiskTier
-from mlxcache.cache.path_write import PathWrite
 from mlxcache.cache.restore import DiskLookup
 from mlxcache.engine.figures import Disk, Figures, with_disk
-from mlxcache.errors import DiskFull, PrefixNotStored, StoreError
+from mlxcache.errors import DiskFull, StoreError
 from mlxcache.model import serialise
 from mlxcache.model.kv import arrays_of
 from mlxcache.model.lineage import Lineage
@@ -575,48 +574,3 @@ def test_what_another_server_removed_is_written_again_by_the_next_turn(
         start(bench)
         again = bench.ask([*whole, *prompt(rng, 90)], marks=(100, len(whole) - 3))
         assert again.record.restored_tokens >= (len(ids) - 3 if len(whole) > 150 else 100)
-
-
-def test_a_path_whose_runs_find_no_beginning_is_begun_again_once_for_all_of_them(
-    llama: Bench,
-    start: Callable[..., DiskTier],
-    rng: np.random.Generator,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    disk = start(llama)
-    disk.write_behind.run_tokens = 64
-    write, refused = disk.store.write_run, 0
-    paths: list[PathWrite] = []
-
-    def lacking(*args: object) -> None:
-        nonlocal refused
-        paths.extend(disk.write_behind._paths)
-        if paths[0].tries == 0:
-            refused += 1
-            raise PrefixNotStored("what a run builds on is gone")
-        write(*args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(disk.store, "write_run", lacking)
-    ids = prompt(rng, 640)
-    llama.ask(ids)
-    settled(disk)
-    assert refused
-    assert paths[0].tries == 1
-    assert disk.store.find(token_ids(ids)).length == len(ids)
-
-
-def test_memory_for_copies_is_given_back_when_nothing_is_written(
-    llama: Bench,
-    start: Callable[..., DiskTier],
-    rng: np.random.Generator,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("mlxcache.store.writer.IDLE_S", 0.05)
-    disk = start(llama)
-    llama.ask(prompt(rng, 2 * disk.write_behind.run_tokens))
-    settled(disk)
-    end = time.monotonic() + 20
-    while disk.write_behind.buffers.nbytes:
-        assert time.monotonic() < end
-        time.sleep(0.01)
-        disk.write_behind.collect()

@@ -112,7 +112,6 @@ def test_nan_behind_the_last_token_is_not_kept(
 def test_nan_that_an_earlier_request_left_goes_too(
     bench: Bench, model: FaultyModel, rng: np.random.Generator
 ) -> None:
-    """One request meets it; the next is right."""
     ids = prompt(rng, 200)
     bench.ask(ids, tokens=3, marks=[100, 150])
     for lineage in bench.kv.ram.idle.values():
@@ -143,7 +142,6 @@ def spoilt(value: object) -> object:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[[Bench], DiskTier]]:
-    """Gives a bench an empty RAM tier over the test's folder."""
     disks: list[DiskTier] = []
 
     def begin(bench: Bench) -> DiskTier:

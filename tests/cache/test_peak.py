@@ -45,7 +45,6 @@ def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def text(seed: int, length: int) -> list[int]:
-    """Random tokens."""
     return [int(token) for token in np.random.default_rng(seed).integers(10, 400, length)]
 
 

@@ -27,7 +27,6 @@ def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def start(bench: Bench, folder: Path, ram: int = 1 << 30) -> DiskTier:
-    """An empty RAM tier over `folder`, as a new process has it."""
     return bench.open_disk(folder / "store", ram=ram, pending=ROOM)
 
 
@@ -38,7 +37,6 @@ def text(rng: np.random.Generator, length: int) -> list[int]:
 def test_turns_edits_branches_and_restarts_are_warm(
     bench: Bench, tmp_path: Path, rng: np.random.Generator
 ) -> None:
-    """Reused to the token where nothing is recurrent."""
     opaque = bench.kv.layout.opaque
     twin = bench.twin()
     disk = start(bench, tmp_path)

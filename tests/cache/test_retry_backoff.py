@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 
 from mlxcache.cache.write_behind import FIRST_RETRY_S, RETRY_S, RetryBackoff
-from mlxcache.tree.prefix_tree import PrefixTree
-from mlxcache.types import token_ids
 
 
 class Clock:
@@ -48,22 +46,3 @@ def test_a_disk_that_works_now_and_then_is_not_tried_every_second(clock: Clock) 
         backoff.note_success()
         assert not backoff.failing
     assert pauses == [FIRST_RETRY_S, 2 * FIRST_RETRY_S, 4 * FIRST_RETRY_S]
-
-
-def test_what_left_ram_is_not_tried_again(clock: Clock) -> None:
-    """Of the others all tokens are, whoever holds their KV."""
-    tree, backoff = PrefixTree(1), RetryBackoff(lambda seconds: None, clock)
-    ids = token_ids(range(10))
-    gone = tree.insert(ids[::-1].copy(), "a")
-    tree.insert(ids[:4], "b")
-    kept = tree.insert(ids, "c")
-    for node in (gone, kept):
-        backoff.add(node)
-    tree.cut(gone, 0)
-    assert backoff.due
-    found = backoff.take()
-    assert found is not None
-    assert found[0] is kept
-    assert found[1].tolist() == ids.tolist()
-    assert backoff.take() is None
-    assert not backoff.due
