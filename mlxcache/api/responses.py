@@ -27,16 +27,22 @@ from mlxcache.store.reply_rows import StoredResponse
 from mlxcache.types import Chat, Finished, Job, Progress
 from mlxcache.wire import responses_request as wire
 from mlxcache.wire.openai_request import read_stop_strings, to_sampling
-from mlxcache.wire.responses_reply import Payload, ResponseWriter, make_response
-from mlxcache.wire.responses_types import RawItem, ResponsesRequest
+from mlxcache.wire.responses_reply import (
+    PREFIX,
+    Payload,
+    ResponseWriter,
+    make_response,
+    response_of_item,
+)
+from mlxcache.wire.responses_types import RawItem, ResponsesRequest, is_reference
 from mlxcache.wire.titles import title_from_messages
 
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-PREFIX = "resp_"
 MAX_ITEMS = 100
+INPUT_PREFIX = "item_"
 
 
 # -- create ----------------------------------------------------------------------------------
@@ -63,7 +69,7 @@ async def count_input_tokens(deps: http.Deps, request: Request) -> Response:
 
 async def _continued(deps: http.Deps, body: ResponsesRequest) -> wire.Conversation:
     """Return the items of the responses that `body` continues, then its own."""
-    items = wire.read_input(body)
+    items = await _resolved(deps, wire.read_input(body))
     if not body.previous_response_id:
         return wire.Conversation(items)
     try:
@@ -79,6 +85,41 @@ async def _continued(deps: http.Deps, body: ResponsesRequest) -> wire.Conversati
         before += msgspec.json.decode(response.items)
         before += msgspec.json.decode(response.body)["output"]
     return wire.Conversation([*before, *items], len(before))
+
+
+async def _resolved(deps: http.Deps, items: Sequence[RawItem]) -> list[RawItem]:
+    """Return `items` with the stored items that the references among them name."""
+    known: dict[str, RawItem] = {}
+    found: list[RawItem] = []
+    for i, item in enumerate(items):
+        if not is_reference(item):
+            found.append(item)
+            continue
+        id = str(item.get("id"))
+        if id not in known:
+            known |= await _items_beside(deps, id)
+        if id not in known:
+            raise BadRequest(
+                f"input[{i}]: no item with the id {id[:80]!r} is stored. Send the item itself: "
+                "those of a response with `store`: false or of a deleted one are not stored.",
+                param=f"input[{i}].id",
+                code="item_not_found",
+            )
+        found.append(known[id])
+    return found
+
+
+async def _items_beside(deps: http.Deps, id: str) -> dict[str, RawItem]:
+    """Return by id the items of the stored response that has the item `id`; empty without it."""
+    response, book = response_of_item(id), deps.engine.book
+    try:
+        if id.startswith(INPUT_PREFIX):
+            items = _input_items(await book.response_chain(response))
+        else:
+            items = msgspec.json.decode((await book.response(response)).body)["output"]
+    except NotFound:
+        return {}
+    return {item["id"]: item for item in items}
 
 
 async def _truncate(deps: http.Deps, chat: Chat, limit: int) -> Chat:
@@ -362,7 +403,7 @@ def _input_items(chain: Sequence[StoredResponse]) -> list[RawItem]:
         for j, item in enumerate(items):
             id = item.get("id")
             if not isinstance(id, str) or not id or id in seen:
-                id = f"item_{own}_{j}"
+                id = f"{INPUT_PREFIX}{own}_{j}"
             seen.add(id)
             found.append({**item, "id": id})
     return found

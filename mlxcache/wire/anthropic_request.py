@@ -29,10 +29,12 @@ from mlxcache.wire.openai_request import (
     Function,
     effort_args,
     format_of_schema,
+    in_call_order,
     make_call,
     make_function,
     with_strict,
 )
+from mlxcache.wire.openai_types import is_on
 from mlxcache.wire.signatures import recover_thinking
 
 ID_PREFIX = "toolu_"
@@ -70,7 +72,7 @@ def to_chat(
         writer.mark()
     continues = body.messages[-1].role == "assistant" and writer.continue_last(strict=strict)
     chat = Chat(
-        messages=tuple(writer.messages),
+        messages=tuple(in_call_order(writer.messages)),
         tools=tuple(tools.head),
         template_args=template_args(body),
         breakpoint=writer.breakpoint,
@@ -465,7 +467,7 @@ class Toolbox:
 
     def _add(self, tool: types.Tool, where: str) -> Function:
         function = _function(tool, where)
-        self.all.append(with_strict(function) if tool.strict else function)
+        self.all.append(with_strict(function) if is_on(tool.strict) else function)
         if tool.defer_loading:
             self._deferred[tool.name] = function
         return function

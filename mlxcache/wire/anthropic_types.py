@@ -12,6 +12,7 @@ from msgspec import Meta, Struct
 
 from mlxcache.errors import BadRequest
 from mlxcache.wire.decode import convert, unsupported
+from mlxcache.wire.openai_types import Name, Switch
 
 RawBlock = dict[str, Any]
 Content = str | list[RawBlock]
@@ -40,7 +41,7 @@ class RedactedThinking(Block):
 
 class ToolUse(Marked):
     id: str
-    name: str
+    name: Name
     input: dict[str, Any] = {}
 
 
@@ -168,7 +169,7 @@ class Tool(Struct):
     allowed_callers: list[str] | None = None
     max_characters: int | None = None
     defer_loading: bool | None = None
-    strict: bool | None = None
+    strict: Switch | None = None
     cache_control: Any = None
 
 

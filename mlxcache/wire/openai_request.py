@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any, Literal
 
 import msgspec
@@ -28,7 +29,7 @@ from mlxcache.types import (
     token_ids,
 )
 from mlxcache.wire import openai_types as types
-from mlxcache.wire.decode import decode
+from mlxcache.wire.decode import decode, wrong
 from mlxcache.wire.images import ImageReader, Item, join_items
 
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
@@ -230,7 +231,7 @@ def to_chat(body: types.ChatRequest, *, images: bool = False) -> Chat:
         message = "`add_generation_prompt`: false is supported only where a message is continued."
         raise Unsupported(message, param="add_generation_prompt")
     return Chat(
-        messages=messages,
+        messages=in_call_order(messages),
         tools=tuple(_tool(t, i) for i, t in enumerate(body.tools or ())),
         template_args=_template_args(body),
         continue_final=continues,
@@ -348,6 +349,8 @@ def _content(message: types.Message, index: int, images: ImageReader) -> str | l
             else:
                 items.append(_text(part, at))
         return join_items(items, "\n\n" if message.role in ("system", "developer") else "")
+    if message.content is None and message.role in ("system", "developer", "user"):
+        raise wrong(f"messages[{index}].content", f"a {message.role} message needs content.")
     return message.content or message.refusal or ""
 
 
@@ -374,6 +377,23 @@ def _calls(message: types.Message, index: int) -> list[dict[str, Any]]:
 def make_call(id: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return a tool call in the form that chat templates take."""
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def in_call_order(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return `messages` with the results of parallel calls in the order of their calls.
+
+    A template that renders no ids shows only by the place to which call a result belongs.
+    """
+    found: list[dict[str, Any]] = []
+    places: dict[str, int] = {}
+    for is_result, run in groupby(messages, lambda message: message["role"] == "tool"):
+        if is_result:
+            found += sorted(run, key=lambda m: places.get(m.get("tool_call_id", ""), len(places)))
+        else:
+            found += run
+            calls = found[-1].get("tool_calls", ())
+            places = {call["id"]: i for i, call in enumerate(calls)}
+    return found
 
 
 def parse_arguments(text: str | dict[str, Any] | None) -> dict[str, Any]:
@@ -568,7 +588,7 @@ def read_tool_use(body: types.ChatRequest, rendered: Sequence[Function]) -> Tool
     named = asked.type == "function"
     return ToolUse(
         tools=tuple(
-            with_strict(shown) if tool.function and tool.function.strict else shown
+            with_strict(shown) if tool.function and types.is_on(tool.function.strict) else shown
             for tool, shown in zip(body.tools or (), rendered, strict=True)
         ),
         choice=found,

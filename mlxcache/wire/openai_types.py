@@ -18,6 +18,12 @@ from msgspec import Meta, Struct
 Unit = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Name = Annotated[str, Meta(min_length=1)]
+Switch = bool | Literal["true", "false"]
+"""A boolean, which some clients send as text."""
+
+
+def is_on(switch: Switch | None) -> bool:
+    return switch in (True, "true")
 
 
 class Part(Struct):
@@ -66,7 +72,7 @@ class Function(Struct):
     name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = None
+    strict: Switch | None = None
 
 
 class Tool(Struct):
@@ -110,7 +116,7 @@ class JsonSchema(Struct):
     schema: dict[str, Any]
     name: str | None = None
     description: str | None = None
-    strict: bool | None = None
+    strict: Switch | None = None
 
 
 class Format(Struct):

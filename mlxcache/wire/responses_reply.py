@@ -6,7 +6,6 @@ https://platform.openai.com/docs/api-reference/responses-streaming.
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -25,6 +24,15 @@ Payload = dict[str, Any]
 Status = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
 
 LEFT_OUT_KEY = "mlxcache_left_out_tools"
+
+PREFIX = "resp_"
+_ITEM_PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
+"""Beginnings of the ids of output items, whose rest names the response and the place in it."""
+
+
+def response_of_item(id: str) -> str:
+    """Return the id of the response that has the item `id`, if the server made that id."""
+    return PREFIX + id.partition("_")[2].rpartition("_")[0]
 
 
 def make_response(
@@ -212,7 +220,7 @@ class ResponseWriter:
     ) -> None:
         if self._open is None or self._open.kind != kind:
             self._close("completed")
-            self._open = _Open(kind, _item_id(kind), len(self._output))
+            self._open = _Open(kind, self._next_id(kind), len(self._output))
             self._begin(self._open)
         item: _Open = self._open
         probs = write_logprobs(tokens) if self._show_logprobs else []
@@ -236,7 +244,7 @@ class ResponseWriter:
         self._add(self._item(item, status))
 
     def _write_call(self, call: ToolCall) -> None:
-        item = write_call(call, self._tools, _item_id("fc"), "completed")
+        item = write_call(call, self._tools, self._next_id("function_call"), "completed")
         field = "input" if item["type"] == "custom_tool_call" else "arguments"
         name = "custom_tool_call_input" if field == "input" else "function_call_arguments"
         index, text = len(self._output), item[field]
@@ -250,6 +258,10 @@ class ResponseWriter:
     def _add(self, item: Payload) -> None:
         self._output.append(item)
         self._emit("output_item.done", output_index=len(self._output) - 1, item=item)
+
+    def _next_id(self, kind: str) -> str:
+        own = self.response["id"].removeprefix(PREFIX)
+        return f"{_ITEM_PREFIXES[kind]}_{own}_{len(self._output)}"
 
     def _item(self, item: _Open, status: Status) -> Payload:
         head = {"type": item.kind, "id": item.id}
@@ -271,8 +283,3 @@ class ResponseWriter:
     def _event(self, type: str, **fields: Any) -> Payload:
         number, self._number = self._number, self._number + 1
         return {"type": f"response.{type}", "sequence_number": number, **fields}
-
-
-def _item_id(kind: str) -> str:
-    prefix = {"reasoning": "rs", "message": "msg"}.get(kind, kind)
-    return f"{prefix}_{secrets.token_hex(12)}"

@@ -23,6 +23,7 @@ from mlxcache.wire import responses_types as types
 from mlxcache.wire.decode import convert, wrong
 from mlxcache.wire.grammar_pattern import pattern_of_lark, pattern_of_regex
 from mlxcache.wire.images import ImageReader, Item, join_items
+from mlxcache.wire.openai_types import is_on
 from mlxcache.wire.signatures import recover_thinking
 
 LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
@@ -145,7 +146,7 @@ def to_chat(
         raise BadRequest("`input` is empty.", param="input")
     args = openai.effort_args(body.reasoning.effort if body.reasoning else None)
     return Chat(
-        messages=writer.messages,
+        messages=openai.in_call_order(writer.messages),
         tools=tuple(tools.functions),
         template_args=args | (body.chat_template_kwargs or {}),
         keeps=openai.keep_hints(body.prompt_cache_retention, len(writer.messages)),
@@ -207,6 +208,8 @@ class _ChatWriter:
                 self._write_reasoning(item)
 
     def _write_message(self, message: types.Message, where: str) -> None:
+        if message.content is None:
+            raise wrong(f"{where}.content", f"a {message.role} message needs content.")
         separator = "" if message.role == "user" else "\n\n"
         items = self._items(message.content, where, images=message.role == "user")
         content = join_items(items, separator)
@@ -340,7 +343,7 @@ class Toolbox:
             function, limited = _custom(tool, rendered, at)
         else:
             function = openai.make_function(rendered, tool.description, tool.parameters)
-            limited = openai.with_strict(function) if tool.strict else function
+            limited = openai.with_strict(function) if is_on(tool.strict) else function
         self._entries[rendered] = Entry(tool.name, namespace, tool.type == "custom")
         self._rendered.setdefault((tool.name, namespace), rendered)
         self._rendered.setdefault((tool.name, None), rendered)

@@ -13,7 +13,7 @@ from msgspec import Meta, Struct
 
 from mlxcache.errors import BadRequest, Unsupported
 from mlxcache.wire.decode import convert
-from mlxcache.wire.openai_types import Effort, Generation, Name
+from mlxcache.wire.openai_types import Effort, Generation, Name, Switch
 
 RawItem = dict[str, Any]
 """An input item as it was sent. It is stored in this form."""
@@ -46,7 +46,7 @@ class FunctionCall(Struct):
 class CustomCall(Struct):
     name: Name
     call_id: Name
-    input: str = ""
+    input: str
     namespace: str | None = None
 
 
@@ -86,8 +86,17 @@ ITEMS: Mapping[str, type[Item]] = {
     "reasoning": Reasoning,
 }
 
+_REFERENCE = frozenset({"type", "id"})
+
 IGNORED_ITEMS = frozenset({"web_search_call", "image_generation_call"})
 """Types of items to ignore: calls of tools on OpenAI's servers, in a history from there."""
+
+
+def is_reference(raw: RawItem) -> bool:
+    """Return whether an input item stands for a stored one. `type` may be left out."""
+    return raw.get("type") == "item_reference" or (
+        not raw.get("type") and "id" in raw and raw.keys() <= {"type", "id"}
+    )
 
 
 def read_item(raw: RawItem, where: str) -> Item | None:
@@ -102,12 +111,8 @@ def read_item(raw: RawItem, where: str) -> Item | None:
         return None
     shape = ITEMS.get(kind)
     if shape is None:
-        hint = " A stored response is continued with `previous_response_id`."
-        raise Unsupported(
-            f"{where}: items of type {kind[:64]!r} are not supported."
-            f"{hint if kind == 'item_reference' else ''}",
-            param=f"{where}.type",
-        )
+        message = f"{where}: items of type {kind[:64]!r} are not supported."
+        raise Unsupported(message, param=f"{where}.type")
     return convert(raw, shape, where)
 
 
@@ -132,7 +137,7 @@ class Tool(Struct):
     name: str | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = None
+    strict: Switch | None = None
     format: CustomFormat | None = None
     tools: list[dict[str, Any]] | None = None
 
@@ -165,7 +170,7 @@ class TextFormat(Struct):
     type: str
     schema: dict[str, Any] | None = None
     name: str | None = None
-    strict: bool | None = None
+    strict: Switch | None = None
 
 
 class TextConfig(Struct):

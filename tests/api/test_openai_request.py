@@ -24,7 +24,7 @@ DRAWN = {
     "presence_penalty": 0.2,
     "frequency_penalty": -0.2,
 }
-BARE = {"type": "function", "function": {"name": "f", "strict": True}}
+BARE = {"type": "function", "function": {"name": "f", "strict": "true"}}
 EMPTY = {"name": "f", "description": "", "parameters": {"type": "object", "properties": {}}}
 FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
 CALLED = [{"function": {"name": "f"}}]
@@ -155,6 +155,16 @@ class TestRequests:
         ]
         sent = engine.chats[0].messages[3]["tool_calls"][0]["function"]["arguments"]
         assert list(sent) == ["b", "a"]
+
+    async def test_results_of_parallel_calls_take_the_order_of_the_calls(
+        self, client: httpx.AsyncClient, engine: FakeEngine
+    ) -> None:
+        calls = [{"id": id, "function": {"name": "f", "arguments": "{}"}} for id in "abc"]
+        asked = {"role": "assistant", "content": "", "tool_calls": calls}
+        results = [{"role": "tool", "tool_call_id": id, "content": id} for id in "cxab"]
+        await chat(client, messages=[*USER, asked, *results, *USER, asked, *results[::-1]])
+        order = [m["content"] for m in engine.chats[0].messages if m["role"] == "tool"]
+        assert "".join(order) == "abcxabcx"
 
     async def test_the_older_function_messages_become_tool_messages(
         self, client: httpx.AsyncClient, engine: FakeEngine

@@ -344,6 +344,41 @@ class TestStored:
         last = (await stream(client))[-1]["response"]
         assert (await client.get(f"/v1/responses/{last['id']}")).json() == last
 
+    async def test_a_reference_stands_for_the_stored_item(
+        self, client: httpx.AsyncClient, engine: FakeEngine
+    ) -> None:
+        """The AI SDK names the items of earlier replies in place of sending them."""
+        engine.script = reply(Thinking("Hm."), Text("I read."), CALL)
+        first = (await create(client, tools=[READ])).json()
+        ids = [item["id"] for item in first["output"]]
+        user: Any = {"role": "user", "content": "Hi"}
+        result = {"type": "function_call_output", "call_id": "call_1", "output": "alpha"}
+        refs = [{"type": "item_reference", "id": ids[0]}, {"id": ids[1]}, {"id": ids[2]}]
+        second = (await create(client, tools=[READ], input=[user, *refs, result])).json()
+        whole = [user, *first["output"], result]
+        await create(client, tools=[READ], input=whole)
+        assert engine.chats[1].messages == engine.chats[2].messages
+        await create(client, input="More", previous_response_id=second["id"])
+        assert engine.chats[3].messages[: len(engine.chats[2].messages)] == engine.chats[2].messages
+        page = (await client.get(f"/v1/responses/{second['id']}/input_items?order=asc")).json()
+        given = {"id": page["first_id"]}
+        await create(client, input=[given, refs[1], refs[0]])
+        assert [m["content"] for m in engine.chats[4].messages] == ["Hi", "I read.", ""]
+
+    @pytest.mark.parametrize("id", ["msg_x", "msg_abc_0", "item_a_0", "x"])
+    async def test_a_reference_to_what_is_not_stored_names_store(
+        self, client: httpx.AsyncClient, id: str
+    ) -> None:
+        gone = (await create(client, store=False)).json()["output"][0]["id"]
+        for one in (id, gone):
+            items = [{"role": "user", "content": "x"}, {"type": "item_reference", "id": one}]
+            refused = await create(client, input=items)
+            error = refused.json()["error"]
+            assert (refused.status_code, error["param"]) == (400, "input[1].id")
+            assert error["code"] == "item_not_found"
+            assert one in error["message"]
+            assert "`store`" in error["message"]
+
     async def test_what_is_not_stored_cannot_be_continued(self, client: httpx.AsyncClient) -> None:
         first = (await create(client, store=False)).json()
         error = (await create(client, previous_response_id=first["id"])).json()["error"]

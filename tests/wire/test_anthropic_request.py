@@ -67,7 +67,7 @@ def test_an_assistant_turn_is_one_message() -> None:
 
 def test_results_become_tool_messages_and_the_text_after_them_a_users() -> None:
     calls = assistant(use("toolu_1"), use("toolu_2", "List"))
-    chat = read(user("a"), calls, user(result("r1"), result([text("r2")], "toolu_2"), "go on"))
+    chat = read(user("a"), calls, user(result([text("r2")], "toolu_2"), result("r1"), "go on"))
     assert chat.messages[2:] == (
         {"role": "tool", "tool_call_id": "1", "content": "r1", "name": "Read"},
         {"role": "tool", "tool_call_id": "2", "content": "r2", "name": "List"},

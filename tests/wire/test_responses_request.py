@@ -60,10 +60,10 @@ class TestInput:
             said("assistant", "I look."),
             call("1"),
             call("2", arguments=""),
-            result("1", "alpha"),
             result(
                 "2", [{"type": "input_text", "text": "be"}, {"type": "input_text", "text": "ta"}]
             ),
+            result("1", "alpha"),
             said("assistant", "Done."),
         )
         _, reply, first, second, last = chat.messages
