@@ -181,8 +181,10 @@ class Sampling:
     A `temperature` of 0 is greedy. These values are off: `top_p` 1, `top_k` 0, `min_p` 0,
     `xtc_probability` 0, `repetition_penalty` 1, and 0 for the other penalties, which count the
     tokens of the reply. The repetition penalty applies to the newest `repetition_context` tokens,
-    including the prompt. `logit_bias` pairs token ids with values to be added. If `seed` is None, a
-    random one is used. `unset` are the fields that the client omitted, for which the model may have
+    including the prompt. `logit_bias` pairs token ids with values to be added. `allowed_tokens`, if
+    any, are the only ones drawn. `stop_tokens` end the reply as the model's own do; none that ends
+    it is drawn before `min_tokens`. A format is stronger than both. If `seed` is None, a random one
+    is used. `unset` are the fields that the client omitted, for which the model may have
     defaults. Source of XTC: https://github.com/oobabooga/text-generation-webui/pull/6335
     """
 
@@ -197,6 +199,9 @@ class Sampling:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_tokens: tuple[int, ...] = ()
+    stop_tokens: tuple[int, ...] = ()
+    min_tokens: int = 0
     seed: int | None = None
     unset: frozenset[str] = frozenset()
 
@@ -231,7 +236,8 @@ WARMING = "warm"
 class Job:
     """One request to the engine.
 
-    `max_tokens`: None means as many as the context leaves. `tools`: with None, calls are returned
+    `max_tokens`: None means as many as the context leaves. `shows_stop`: the string of `stop` that
+    ends the reply is part of it. `tools`: with None, calls are returned
     as text; calls of a tool whose `function` has `strict` true always have valid arguments.
     `parallel_tools`: the reply may have several calls; if false, the first one ends it.
     `thinking_budget`: most tokens of a think block. `top_logprobs`: None for no log-probabilities,
@@ -252,6 +258,7 @@ class Job:
     sampling: Sampling = Sampling()
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
+    shows_stop: bool = False
     tools: tuple[Mapping[str, Any], ...] | None = None
     tool_choice: ToolChoice = ToolChoice()
     parallel_tools: bool = True

@@ -180,6 +180,7 @@ class ChatExchange(Completions):
             await deps.engine.render(chat, session=self.arrival.session, stop=stop),
             began,
             stop=stop,
+            shows_stop=wire.shows_stop(body),
             tools=use.tools,
             tool_choice=use.choice,
             parallel_tools=use.parallel,
@@ -213,6 +214,7 @@ class TextExchange(Completions):
         fields = {
             "sampling": wire.to_sampling(body),
             "stop": wire.read_stop_strings(body),
+            "shows_stop": wire.shows_stop(body),
             "max_tokens": wire.read_max_tokens(body, default),
             "top_logprobs": body.logprobs,
             "raw": True,

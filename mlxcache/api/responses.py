@@ -26,7 +26,12 @@ from mlxcache.owner import OWNER
 from mlxcache.store.reply_rows import StoredResponse
 from mlxcache.types import Chat, Finished, Job, Progress
 from mlxcache.wire import responses_request as wire
-from mlxcache.wire.openai_request import read_stop_strings, to_sampling
+from mlxcache.wire.openai_request import (
+    read_max_tokens,
+    read_stop_strings,
+    shows_stop,
+    to_sampling,
+)
 from mlxcache.wire.responses_reply import (
     PREFIX,
     Payload,
@@ -186,7 +191,7 @@ class ResponseExchange(Exchange):
         self._items = list(talk.items[talk.stored :])
         chat = wire.to_chat(body, talk, self._tools, images=http.accepts_images(deps))
         stop, sampling = read_stop_strings(body), to_sampling(body)
-        max_tokens = wire.read_max_tokens(body, deps.settings.default_max_tokens)
+        max_tokens = read_max_tokens(body, deps.settings.default_max_tokens)
         began = time.perf_counter()
         if body.truncation == "auto":
             reply = min(max_tokens or 1, info.context_length // 2)
@@ -197,6 +202,7 @@ class ResponseExchange(Exchange):
             sampling=sampling,
             max_tokens=max_tokens,
             stop=stop,
+            shows_stop=shows_stop(body),
             tools=self._use.tools,
             tool_choice=self._use.choice,
             parallel_tools=self._use.parallel,

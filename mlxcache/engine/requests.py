@@ -54,7 +54,7 @@ FOLLOWED_FIELDS = (
 """Fields that the record of a joined request copies during the computation."""
 
 SAME_FIELDS = (
-    "owner", "session", "client", "api", "max_tokens", "stop", "tools", "tool_choice",
+    "owner", "session", "client", "api", "max_tokens", "stop", "shows_stop", "tools", "tool_choice",
     "parallel_tools", "raw", "top_logprobs", "format", "thinking_budget",
 )  # fmt: skip
 """Fields, besides prompt and sampling, that are equal in two jobs if one reply answers both.

@@ -450,6 +450,8 @@ class ModelRuntime:
             tools=job.tools,
             parallel_tools=job.parallel_tools,
             stop=job.stop,
+            shows_stop=job.shows_stop,
+            stop_tokens=job.sampling.stop_tokens,
             thinking_open=job.prompt.thinking_open,
             continued=job.prompt.continued,
             generic_tools=job.prompt.generic_tools,
@@ -457,7 +459,8 @@ class ModelRuntime:
             id=task.record.id,
             prime=job.prompt.fed[-4:].tolist() if job.raw or job.prompt.continued else (),
         )
-        processors = make_processors(job.sampling, task.prompt_tokens)
+        ends = {*tokenizer.eos_token_ids, *job.sampling.stop_tokens}
+        processors = make_processors(job.sampling, task.prompt_tokens, ends)
         context = mx.array(task.fed[:-1]) if processors else None
         kept = self._kept if job.sampling.xtc_probability else ()
         sampler = make_sampler(job.sampling, self.layout.vocab_size, kept)

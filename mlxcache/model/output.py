@@ -30,7 +30,8 @@ class OutputParser:
     """Parser of one reply: turns tokens into pieces, and decides when the reply ends.
 
     Without `tools`, tool calls are returned as text. `parallel_tools` False: the first call ends
-    the reply. `stop`: strings in visible text that end the reply. `thinking_open`: the prompt ends
+    the reply. `stop`: strings in visible text that end the reply; with `shows_stop`, they are part
+    of it. `stop_tokens`: ids that end it besides the tokenizer's. `thinking_open`: the prompt ends
     inside a think block. `continued`: the prompt ends inside the visible text of a message.
     `generic_tools`: calls are written as `<tool_call>{json}</tool_call>` instead of the model
     family's own syntax. `plain`: all output is text. `prime`: the last tokens of the prompt, if the
@@ -52,6 +53,8 @@ class OutputParser:
         tools: Sequence[Mapping[str, Any]] | None = None,
         parallel_tools: bool = True,
         stop: Sequence[str] = (),
+        shows_stop: bool = False,
+        stop_tokens: Sequence[int] = (),
         thinking_open: bool = False,
         continued: bool = False,
         generic_tools: bool = False,
@@ -64,7 +67,7 @@ class OutputParser:
         framing = grammar(tokenizer, tools=bool(tools), generic=generic_tools)
         self._grammar = PLAIN if plain else framing
         self._finders = {state: Finder(found) for state, found in self._grammar.edges.items()}
-        self._eos = tokenizer.eos_token_ids
+        self._eos = {*tokenizer.eos_token_ids, *stop_tokens}
         self._reader = CallReader(self._grammar.syntax, tools or ())
         self._parallel = parallel_tools
         self._detokenizer = tokenizer.detokenizer
@@ -76,7 +79,7 @@ class OutputParser:
         _ = self._detokenizer.last_segment  # reading it moves past the primer
         initial = "" if continued else self._grammar.initial
         self._state = initial or (REASONING if thinking_open else NORMAL)
-        self._visible = Visible(stop, begun=continued and not thinking_open)
+        self._visible = Visible(stop, shows_stop, begun=continued and not thinking_open)
         self._thought = Thought()
         self._block: ToolBlock | None = None
         self._framing, self._crossed = "", False
@@ -393,8 +396,8 @@ class Visible:
     has no other visible text yet. `begun`: the reply continues a message that has visible text.
     """
 
-    def __init__(self, stop: Iterable[str], *, begun: bool = False):
-        self._finder = Finder(stop)
+    def __init__(self, stop: Iterable[str], shows_stop: bool = False, *, begun: bool = False):
+        self._finder, self._shows_stop = Finder(stop), shows_stop
         self._held = ""
         self._after_thinking = False
         self._said = begun
@@ -411,7 +414,7 @@ class Visible:
             self._after_thinking = not text
         self.begun = self.begun or bool(text.strip())
         safe, self.stop, _ = self._finder.feed(text)
-        text = self._held + safe
+        text = self._held + safe + (self.stop or "" if self._shows_stop else "")
         self._held = ""
         if self.stop is None:
             if not self._said and not text.strip():

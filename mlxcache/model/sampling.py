@@ -11,7 +11,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -35,6 +35,7 @@ Processor = Callable[[mx.array, mx.array], mx.array]
 _COLDEST = 1e-4  # below it tokens are drawn greedily; dividing by less overflows
 _LEAST_TOP_P = 1e-9  # draws the likeliest token alone; 0 as a float32 would exclude even that
 LEAST_LOGPROB = -9999.0  # sent for minus infinity, which JSON lacks, as OpenAI does
+_LAST = -1e4  # added to a forbidden token; finite, so that it is drawn if a guide allows no other
 _SPLITS_AT_ONCE = 256  # of a random key in one evaluation, to bound the size of its graph
 
 _SEED_MASK = (1 << 64) - 1
@@ -58,8 +59,10 @@ def validate(sampling: Sampling, vocab_size: int | None = None) -> None:
     for token, bias in sampling.logit_bias:
         _within("logit_bias", bias, -100.0, 100.0)
         if not 0 <= token <= highest:
-            message = f"logit_bias names token {token}, but token ids are from 0 to {highest}."
-            raise BadRequest(message, param="logit_bias", code="invalid_value")
+            raise _no_token("logit_bias", token, highest)
+    for token in sampling.allowed_tokens:
+        if not 0 <= token <= highest:
+            raise _no_token("allowed_token_ids", token, highest)
     if sampling.seed is not None:
         _whole("seed", sampling.seed, -(2**63), 2**64 - 1)
 
@@ -72,6 +75,11 @@ def _within(field: str, value: float, low: float, high: float) -> None:
 def _whole(field: str, value: int, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise _refused(field, value, f"a whole number between {low} and {high}")
+
+
+def _no_token(field: str, token: int, highest: int) -> BadRequest:
+    message = f"{field} names token {token}, but token ids are from 0 to {highest}."
+    return BadRequest(message, param=field, code="invalid_value")
 
 
 def _refused(field: str, value: object, allowed: str) -> BadRequest:
@@ -172,13 +180,15 @@ def skip_draws(sampler: Sampler, count: int) -> None:
         sampler.skip(count)
 
 
-def make_processors(sampling: Sampling, prompt_len: int) -> list[Processor]:
+def make_processors(
+    sampling: Sampling, prompt_len: int, ends: Collection[int] = ()
+) -> list[Processor]:
     """Make functions that apply penalties and biases to logits; none if all are off.
 
     Each takes the token ids of prompt and reply, shape (n,), and logits, shape (1, V). The
     repetition penalty (https://arxiv.org/abs/1909.05858) applies to the newest `repetition_context`
     tokens, prompt included. Presence and frequency penalties are OpenAI's: they count all tokens of
-    the reply.
+    the reply. `ends`: the tokens that end a reply, which are not drawn before `min_tokens`.
     """
     processors: list[Processor] = []
     if sampling.repetition_penalty != 1:
@@ -189,6 +199,10 @@ def make_processors(sampling: Sampling, prompt_len: int) -> list[Processor]:
         processors.append(_count_penalty(sampling, prompt_len))
     if sampling.logit_bias:
         processors.append(_bias(sampling))
+    if sampling.allowed_tokens:
+        processors.append(_only(sampling.allowed_tokens))
+    if sampling.min_tokens and ends:
+        processors.append(_not_before(prompt_len + sampling.min_tokens, ends))
     return processors
 
 
@@ -211,6 +225,28 @@ def _bias(sampling: Sampling) -> Processor:
         return logits.at[:, ids].add(values.astype(logits.dtype))
 
     return bias
+
+
+def _only(allowed: tuple[int, ...]) -> Processor:
+    ids = mx.array(allowed, dtype=mx.int32)
+
+    def only(_: mx.array, logits: mx.array) -> mx.array:
+        bias = mx.full(logits.shape[-1], _LAST, dtype=logits.dtype)
+        bias[ids] = 0
+        return logits + bias
+
+    return only
+
+
+def _not_before(length: int, ends: Collection[int]) -> Processor:
+    ids = mx.array(sorted(ends), dtype=mx.int32)
+
+    def not_yet(tokens: mx.array, logits: mx.array) -> mx.array:
+        if len(tokens) >= length:
+            return logits
+        return logits.at[:, ids].add(mx.array(_LAST, dtype=logits.dtype))
+
+    return not_yet
 
 
 def masked(logits: mx.array, masks: Sequence[Bitmask | None]) -> mx.array:

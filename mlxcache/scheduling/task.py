@@ -420,8 +420,11 @@ class Task:
         """Return the reply in the form kept for replay; None if it cannot be replayed."""
         if self.output is None:
             return None
-        calls, stopped = bool(self.job.tools), self.output.parser.stop_sequence
-        return make_reply(self.job.prompt, self.out, calls=calls, stopped=stopped)
+        calls = bool(self.job.tools)
+        stopped = None if self.job.shows_stop else self.output.parser.stop_sequence
+        hidden = bool(self.out) and self.out[-1] in self.job.sampling.stop_tokens
+        out = self.out[:-1] if hidden else self.out
+        return make_reply(self.job.prompt, out, calls=calls, stopped=stopped)
 
     def fail(self, error: MlxcacheError) -> None:
         """Complete the record of a failed request."""

@@ -38,7 +38,26 @@ _WITH_IMAGES = frozenset({"user", "tool", "function"})
 """Roles of messages that may have images."""
 _HARMLESS: tuple[Any, ...] = (None, False, 0, "", "none", "auto", [], {})
 """Values with which an unsupported field has no effect."""
-_INSTEAD = {"functions": ": use `tools`", "function_call": ": use `tools` and `tool_choice`"}
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "add_special_tokens": (None, True),
+    "include_reasoning": (None, True),
+    "length_penalty": (None, 1),
+    "reasoning_format": (None, "auto", "deepseek"),
+    "separate_reasoning": (None, True),
+    "skip_special_tokens": (None, True),
+    "tfs_z": (None, 1),
+    "think": (None,),
+    "top_n_sigma": (None, 0, -1),
+    "typical_p": (None, 1),
+}
+"""The same for fields with other such values."""
+_INSTEAD = {
+    "format": ": use `response_format`",
+    "functions": ": use `tools`",
+    "function_call": ": use `tools` and `tool_choice`",
+    "options": ": send its fields beside `messages`",
+    "think": ": use `enable_thinking` or `reasoning_effort`",
+}
 _RESERVED_ARGS = frozenset(
     {
         *("messages", "conversation", "tools", "documents", "chat_template", "tokenize"),
@@ -90,7 +109,7 @@ def check_generation(body: types.Generation) -> None:
     echoes = isinstance(body, types.TextRequest)
     for name in types.UnsupportedFields.__struct_fields__:
         value = None if echoes and name == "echo" else getattr(body, name)
-        if value not in _HARMLESS:
+        if value not in _NEUTRAL.get(name, _HARMLESS):
             instead = _INSTEAD.get(name, "")
             raise Unsupported(f"`{name}` is not supported{instead}.", param=name)
 
@@ -137,18 +156,25 @@ def to_sampling(body: types.Generation) -> Sampling:
     greedy = body.top_p == 0
     temperature = 1.0 if body.temperature is None else body.temperature
     stated = {name for name in DEFAULTED if getattr(body, name) is not None}
+    penalty = body.repetition_penalty or body.repeat_penalty
+    context = body.repetition_context_size or body.repeat_last_n
+    if penalty is not None:
+        stated.add("repetition_penalty")
     return Sampling(
         temperature=0.0 if greedy else temperature,
         top_p=body.top_p or 1.0,
         top_k=max(0, body.top_k or 0),
         min_p=body.min_p or 0.0,
-        repetition_penalty=body.repetition_penalty or 1.0,
-        repetition_context=body.repetition_context_size or plain.repetition_context,
+        repetition_penalty=penalty or 1.0,
+        repetition_context=context or plain.repetition_context,
         xtc_probability=body.xtc_probability or 0.0,
         xtc_threshold=plain.xtc_threshold if body.xtc_threshold is None else body.xtc_threshold,
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
         logit_bias=_logit_bias(body.logit_bias or {}),
+        allowed_tokens=tuple(body.allowed_token_ids or ()),
+        stop_tokens=tuple(body.stop_token_ids or ()),
+        min_tokens=body.min_tokens or body.min_new_tokens or 0,
         seed=None if body.seed is None else body.seed % 2**63,
         unset=frozenset(DEFAULTED) - stated - {"temperature" if greedy else ""},
     )
@@ -193,13 +219,16 @@ def read_stop_strings(body: types.Generation) -> tuple[str, ...]:
     return tuple(given)
 
 
+def shows_stop(body: types.Generation) -> bool:
+    return bool(body.include_stop_str_in_output or body.no_stop_trim)
+
+
 def read_max_tokens(body: types.Generation, default: int | None) -> int | None:
     """Return the maximum tokens of the reply, by default `default`; None for no limit."""
-    limit = body.max_tokens
-    param = "max_tokens"
-    if isinstance(body, types.ChatRequest) and body.max_completion_tokens is not None:
-        limit, param = body.max_completion_tokens, "max_completion_tokens"
-    return default if limit is None else limit_tokens(limit, param)
+    for name in ("max_completion_tokens", "max_output_tokens", "max_tokens", "n_predict"):
+        if (limit := getattr(body, name, None)) is not None:
+            return limit_tokens(limit, name)
+    return default
 
 
 def limit_tokens(limit: int, param: str) -> int | None:
@@ -464,6 +493,8 @@ def _formats(body: types.Generation) -> Iterator[OutputFormat]:
         ("regex", "guided_regex", body.guided_regex),
         ("choice", "guided_choice", body.guided_choice),
         ("grammar", "guided_grammar", body.guided_grammar),
+        ("regex", "regex", body.regex),
+        ("grammar", "ebnf", body.ebnf),
         ("json_schema", "json_schema", body.json_schema),
         ("grammar", "grammar", body.grammar),
     )

@@ -4,8 +4,11 @@ Sources: https://platform.openai.com/docs/api-reference/chat/create and
 https://platform.openai.com/docs/api-reference/completions/create. `top_k`, `min_p`,
 `repetition_penalty`, `repetition_context_size`, `xtc_probability`, `xtc_threshold`,
 `chat_template_kwargs` and `reasoning_content` are extensions of local servers. `structured_outputs`
-and the older `guided_...` are vLLM's (https://docs.vllm.ai/en/latest/features/structured_outputs/),
-top-level `json_schema` and `grammar` llama.cpp's
+and the older `guided_...`, `min_tokens`, `stop_token_ids`, `allowed_token_ids` and
+`include_stop_str_in_output` are vLLM's (https://docs.vllm.ai/en/latest/api/vllm/sampling_params/),
+`regex`, `ebnf`, `min_new_tokens` and `no_stop_trim` SGLang's
+(https://docs.sglang.ai/basic_usage/sampling_params.html), top-level `json_schema` and `grammar`,
+`n_predict`, `repeat_penalty` and `repeat_last_n` llama.cpp's
 (https://github.com/ggml-org/llama.cpp/tree/master/tools/server). All other fields are ignored.
 """
 
@@ -17,6 +20,7 @@ from msgspec import Meta, Struct
 
 Unit = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Name = Annotated[str, Meta(min_length=1)]
 Switch = bool | Literal["true", "false"]
 """A boolean, which some clients send as text."""
@@ -172,18 +176,45 @@ class UnsupportedFields(Struct, kw_only=True):
     """
 
     adapters: Any = None
+    add_special_tokens: Any = None
     audio: Any = None
     bad_words: Any = None
+    chat_template: Any = None
+    custom_logit_processor: Any = None
+    documents: Any = None
     dry_multiplier: Any = None
+    dynatemp_range: Any = None
     echo: Any = None
+    format: Any = None
     function_call: Any = None
     functions: Any = None
     guided_whitespace_pattern: Any = None
     ignore_eos: Any = None
-    min_tokens: Any = None
+    include_reasoning: Any = None
+    length_penalty: Any = None
+    logits_processors: Any = None
+    lora: Any = None
+    lora_path: Any = None
+    mirostat: Any = None
+    n_probs: Any = None
+    options: Any = None
+    prompt_embeds: Any = None
+    prompt_logprobs: Any = None
+    reasoning_format: Any = None
+    return_hidden_states: Any = None
+    return_token_ids: Any = None
+    return_tokens_as_token_ids: Any = None
     role_mapping: Any = None
+    separate_reasoning: Any = None
+    skip_special_tokens: Any = None
+    stop_regex: Any = None
     structural_tag: Any = None
     suffix: Any = None
+    tfs_z: Any = None
+    think: Any = None
+    top_n_sigma: Any = None
+    truncate_prompt_tokens: Any = None
+    typical_p: Any = None
     use_beam_search: Any = None
     web_search_options: Any = None
 
@@ -193,7 +224,13 @@ class Generation(UnsupportedFields, kw_only=True):
 
     model: str | None = None
     max_tokens: int | None = None
+    n_predict: int | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    min_new_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    include_stop_str_in_output: bool | None = None
+    no_stop_trim: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
@@ -201,11 +238,14 @@ class Generation(UnsupportedFields, kw_only=True):
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     min_p: Unit | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    repeat_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
     repetition_context_size: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    repeat_last_n: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     xtc_probability: Unit | None = None
     xtc_threshold: Annotated[float, Meta(ge=0, le=0.5)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
+    allowed_token_ids: list[TokenId] | None = None
     logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
     seed: int | None = None
     n: int | None = None
@@ -219,6 +259,8 @@ class Generation(UnsupportedFields, kw_only=True):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
     json_schema: dict[str, Any] | None = None
     grammar: str | None = None
 

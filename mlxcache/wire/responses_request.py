@@ -63,14 +63,6 @@ def wants_encrypted(body: types.ResponsesRequest) -> bool:
     return ENCRYPTED in (body.include or ())
 
 
-def read_max_tokens(body: types.ResponsesRequest, default: int | None) -> int | None:
-    """Return the maximum tokens of the reply, by default `default`; None for no limit."""
-    for name in ("max_output_tokens", "max_tokens"):
-        if (limit := getattr(body, name)) is not None:
-            return openai.limit_tokens(limit, name)
-    return default
-
-
 def read_thinking_budget(body: types.ResponsesRequest, *, takes_effort: bool) -> int | None:
     """Return the maximum tokens of thinking, or None for no limit.
 

@@ -1,17 +1,19 @@
-"""A model's generation_config.json in a served model: what clients leave out, and the flag."""
+"""What chooses and ends the tokens of a reply: a model's defaults, the flags, lists of tokens."""
 
 from __future__ import annotations
 
 import json
 import logging
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mlxcache.engine.engine import Engine
 from mlxcache.scheduling import loop_guard
-from mlxcache.types import DEFAULTED, Finished, Job, Prompt, Sampling, token_ids
+from mlxcache.types import DEFAULTED, Finished, Job, Prompt, Sampling, Text, token_ids
 from tests.engine.running import started
 
 UNSET = frozenset(DEFAULTED)
@@ -69,3 +71,25 @@ async def test_flags_switch_the_defaults_and_the_loop_guard_off(
         record = await engine.request("stuck")
         assert record is not None
         assert (record.finish_reason, record.generated_tokens) == ("length", 70)
+
+
+async def test_a_reply_draws_allowed_tokens_and_ends_at_stop_tokens(toy, tmp_path: Path) -> None:
+    async def drawn(engine: Engine, id: str, **fields: Any) -> list[int]:
+        job = Job(id, Prompt(token_ids(range(10, 60))), Sampling(**fields), max_tokens=30, raw=True)
+        stream = await engine.submit(replace(job, top_logprobs=0))
+        pieces = [event async for event in stream if isinstance(event, Text)]
+        return [entry.token_id for piece in pieces for entry in piece.logprobs]
+
+    async with started(toy("llama"), tmp_path) as engine:
+        plain = await drawn(engine, "plain")
+        stop = plain[8]
+        until = plain.index(stop) + 1
+        assert await drawn(engine, "stop", stop_tokens=(stop,)) == plain[:until]
+        record = await engine.request("stop")
+        assert record is not None
+        assert (record.finish_reason, record.generated_tokens) == ("stop", until)
+        longer = await drawn(engine, "longer", stop_tokens=(stop,), min_tokens=until + 3)
+        assert len(longer) > until + 3
+        assert stop not in longer[: until + 3]
+        allowed = tuple(plain[:3])
+        assert set(await drawn(engine, "allowed", allowed_tokens=allowed)) <= set(allowed)

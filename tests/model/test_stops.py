@@ -65,6 +65,10 @@ def test_an_endless_near_miss_flows_on() -> None:
     assert [finder.feed("a")[0] for _ in range(5)] == ["", "", "a", "a", "a"]
 
 
+def test_a_stop_string_is_shown_on_request() -> None:
+    assert [Visible(["ab"], shown).add("x ab y") for shown in (False, True)] == ["x ", "x ab"]
+
+
 def test_blank_text_is_let_out_at_once_inside_of_a_text() -> None:
     """Before a text it may be the template's own."""
     assert Visible(()).add(" ") == ""

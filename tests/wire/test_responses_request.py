@@ -11,6 +11,7 @@ import pytest
 from mlxcache.types import TEXTS, Chat
 from mlxcache.wire import responses_request as wire
 from mlxcache.wire.decode import decode
+from mlxcache.wire.openai_request import read_max_tokens
 from mlxcache.wire.responses_request import INPUT, Toolbox
 from mlxcache.wire.responses_types import ResponsesRequest
 from mlxcache.wire.signatures import sign_thinking
@@ -164,9 +165,9 @@ class TestOptions:
         assert wire.read_text_format(json_object) is not None
 
     def test_limits(self) -> None:
-        assert wire.read_max_tokens(body_of(max_output_tokens=5), 9) == 5
-        assert wire.read_max_tokens(body_of(max_output_tokens=-1), 9) is None
-        assert wire.read_max_tokens(body_of(), 9) == 9
+        assert read_max_tokens(body_of(max_output_tokens=5), 9) == 5
+        assert read_max_tokens(body_of(max_output_tokens=-1), 9) is None
+        assert read_max_tokens(body_of(), 9) == 9
 
 
 FUNCTION = {"type": "function", "name": "read", "parameters": {"type": "object"}, "strict": True}
