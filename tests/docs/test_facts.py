@@ -70,7 +70,7 @@ FACTS = (
     ("how-caching-works", r"uses \(up to (seven)\)", eviction.MOST_USES),
     ("disk-format", r"A run has at most ([\d,]+) tokens or", path_write.RUN_TOKENS),
     ("disk-format", r"2,048 tokens or (\S+ MiB), so", path_write.RUN_BYTES),
-    ("canonicalisation", r"same content is used\. (\S+ MiB)", replies.LIMIT_BYTES),
+    ("how-caching-works", r"same content is used\. (\S+ MiB)", replies.LIMIT_BYTES),
     ("sessions", r"the newest ([\d,]+) replies", reply_rows.MOST_KEYS),
     ("security", r"at most once in (\d+) seconds", access.LOG_INTERVAL_S),
     ("security", r"it is stopped after (\d+) seconds", chat_template.RENDER_SECONDS),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from mlxcache.config.rules import RULES
 
-PAGE = Path(__file__).parents[3] / "docs" / "canonicalisation.md"
+PAGE = Path(__file__).parents[3] / "docs" / "how-caching-works.md"
 
 
 def test_the_page_describes_every_rule_and_its_default():
