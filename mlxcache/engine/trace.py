@@ -83,7 +83,7 @@ class TraceWriter:
         return {"trace": "mlxcache", "version": VERSION, "block_tokens": BLOCK}
 
     def line(self, one: TracedRequest) -> dict[str, Any]:
-        """Return the line of a request, as docs/plan.md describes it.
+        """Return the line of a request, as docs/configuration.md describes it.
 
         100,000 tokens take about 10 ms.
         """

@@ -36,7 +36,7 @@ from tests.toys.toy import FUSED
 
 CHUNKS = (70, 1, 1, 33, 1, 1, 8, 1, 40)
 """A prompt longer than the window of 32 tokens, in chunks shorter and longer than that."""
-PAGE = Path(__file__).parents[2] / "docs" / "model-families.md"
+PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 AT, PARTED = 105, 50
 """Where a checkpoint is, and where a copy of the KV is put together from two parts."""
 TOLERANCE = 1e-4

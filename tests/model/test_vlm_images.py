@@ -26,7 +26,7 @@ from tests.model.seeing import Whole, poison
 from tests.toys.images import screenshot
 from tests.toys.vlm import SEEING
 
-PAGE = Path(__file__).parents[2] / "docs" / "model-families.md"
+PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 TOLERANCE = 1e-4
 NORMS = (
     ".input_layernorm.weight",

@@ -1,6 +1,6 @@
 """Cache kinds of every model of the installed mlx-lm, and their table in the documentation.
 
-`python -m tests.toys.classify docs/model-families.md` writes the table into that page, between
+`python -m tests.toys.classify docs/configuration.md` writes the table into that page, between
 the two comments that mark its place.
 """
 

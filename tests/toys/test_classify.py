@@ -11,7 +11,7 @@ from mlx_lm.models.cache import KVCache
 from tests.toys import classify, tiny
 from tests.toys.classify import Family
 
-PAGE = Path(__file__).parents[2] / "docs" / "model-families.md"
+PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 UNKNOWN: dict[str, tuple[str, ...]] = {}
 """Models whose cache class has no adapter: served, and not cached."""
 

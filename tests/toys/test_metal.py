@@ -67,7 +67,7 @@ def test_attention_is_fused_at_these_sizes(tmp_path: Path) -> None:
 
 
 def test_tiny_models_of_other_families_run_in_their_kernels() -> None:
-    """Those of which `docs/model-families.md` says what they are."""
+    """Those of which `docs/configuration.md` says what they are."""
     for name in ("bailing_moe_v3", "kimi_k3", "olmo_hybrid", "plamo2"):
         model = tiny.make_tiny(name).eval()
         expected = logits(model, OF_TINY)
