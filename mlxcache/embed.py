@@ -150,8 +150,7 @@ class Models:
 
         Raises NotFound for an unknown name, and Busy while replies of the model are computed.
         """
-        if (engine := self._engines.named(model)).state == "ready":
-            await engine.unload_weights()
+        await self._engines.named(model).unload_weights()
 
     async def chat(
         self,

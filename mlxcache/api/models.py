@@ -81,8 +81,7 @@ async def unload(deps: Deps, request: Request) -> Response:
         "with --idle-unload, after a time without requests"
     )
     engine = await engine_named(deps, _name(request), wait=False)
-    if engine.state == "ready":
-        await engine.unload_weights()
+    await engine.unload_weights()
     return json_response(_object(engine))
 
 

@@ -445,12 +445,14 @@ class Engine:
         await self.call(lambda runtime: self._rounds.residency.ask(runtime.scheduler))
 
     async def unload_weights(self) -> None:
-        """Drop the model's weights from memory; the next request reads them again.
+        """Drop the weights from memory, if the model was loaded; the next request reads them again.
 
         Raises Busy while requests of this model run, and Unsupported for a model divided among
         ranks.
         """
         unload = self._rounds.residency.unload
+        if self.state != "ready":
+            return
         if self._ranks is not None:
             raise Unsupported("A model that is divided among several ranks cannot be unloaded.")
         if not await self.call(lambda runtime: unload(runtime.scheduler)):
@@ -524,7 +526,7 @@ class Engine:
 
     def requests(self) -> list[RequestRecord]:
         """Return the records of recent requests of the current API key, newest first."""
-        return [self._with_session(record) for record in self._records.all(OWNER.get())]
+        return [self.with_session(record) for record in self._records.all(OWNER.get())]
 
     def running(self) -> list[RequestRecord]:
         """Return the records of this model's waiting and running requests, oldest first, of all
@@ -554,13 +556,14 @@ class Engine:
         record = self._records.get(id, OWNER.get())
         if record is None or runtime is None:
             return record
-        if self._with_session(record).session is None and record.status in RECORDED:
+        if self.with_session(record).session is None and record.status in RECORDED:
             if self.state == "ready":
                 await runtime.book.writer.written()
-            self._with_session(record)
+            self.with_session(record)
         return record
 
-    def _with_session(self, record: RequestRecord) -> RequestRecord:
+    def with_session(self, record: RequestRecord) -> RequestRecord:
+        """Set the session of a record of this model, if that is known by now, and return it."""
         if record.model not in (None, self.label):
             return record
         if record.session is None and self._runtime is not None:

@@ -55,13 +55,11 @@ class Times:
     total_s: float = 0.0
 
     def add(self, seconds: float) -> None:
-        """Count one duration."""
         self.counts[bisect_left(SECONDS, seconds)] += 1
         self.total_s += seconds
 
     @property
     def count(self) -> int:
-        """Number of durations counted."""
         return sum(self.counts)
 
     @property
@@ -100,7 +98,6 @@ class Tally:
     lost_tokens: Counter[str] = field(default_factory=_no_losses)
 
     def add(self, record: RequestRecord) -> None:
-        """Count a request that is over."""
         api = record.api or "other"
         for outcome in OUTCOMES:  # zeros too: Prometheus sees no rise from an absent series
             self.outcomes[api, outcome] += outcome == record.status
@@ -187,6 +184,5 @@ class Records:
         return [record for record in reversed(self._kept.values()) if record.owner == owner]
 
     def get(self, id: str, owner: str | None) -> RequestRecord | None:
-        """Return the record of request `id` if it belongs to `owner`, else None."""
         found = self._kept.peek(id)
         return found if found is not None and found.owner == owner else None

@@ -17,6 +17,7 @@ from mlxcache.engine.figures import Figures, Memory, add_up
 from mlxcache.engine.metrics import Records
 from mlxcache.engine.opening import describe_unloaded, watch_pressure, weigh_files
 from mlxcache.errors import BadRequest, ModelError, NotFound
+from mlxcache.owner import OWNER
 from mlxcache.ranks.group import Place
 from mlxcache.residency.memory import open_shared_memory
 from mlxcache.residency.residency import Rounds
@@ -51,7 +52,8 @@ class Models:
     ):
         self.settings = settings
         self.entries: Sequence[ModelEntry] = settings.entries
-        self._rounds, records, database = Rounds(), Records(on_request), TemporaryDatabase()
+        self._rounds, self._records = Rounds(), Records(on_request)
+        database = TemporaryDatabase()
         self._memory: SharedRam | None = None
         self._pressure: Pressure | None = None
         several = len(self.entries) > 1
@@ -61,7 +63,7 @@ class Models:
                 on_progress if entry is self.entries[0] else _ignore,
                 stall_s=stall_s,
                 rounds=self._rounds,
-                records=records,
+                records=self._records,
                 remote=remote,
                 database=database,
                 place=place,
@@ -109,13 +111,9 @@ class Models:
     async def of(self, requested: str | None, arrival: Arrival | None = None) -> Engine:
         """Return the engine of the model that a request names, after loading the model if needed.
 
-        Unknown names get the default model. `arrival`: the request, which is recorded while it
-        waits; None if it is not recorded. Waits while the model is loaded for the first time, for
-        minutes if it has to be downloaded. Raises ModelError or BadRequest if it cannot be loaded;
-        the next call tries again. Raises QueueFull or TooMany if too many requests wait already,
-        DeadlineExceeded after the request's time limit, and NotReady if the server stops while the
-        request waits. Until the default model is ready, and when the server has stopped or failed
-        before the call, the engine of the default model is returned.
+        Unknown names get the default model, as all do until it is ready, and after the server has
+        stopped or failed. The first load takes minutes if the model has to be downloaded. Raises
+        the errors of `FirstLoad.join`, which describes `arrival`; the next call tries again.
         """
         engine = self.find(requested)
         if engine.state == "ready":
@@ -189,12 +187,9 @@ class Models:
     # -- figures -----------------------------------------------------------------------------------
 
     def requests(self) -> list[RequestRecord]:
-        """Return the records of recent requests of the current API key; see `Engine.requests`."""
-        records = self.default.requests()
-        for engine in self.engines[1:]:
-            if engine.info is not None:
-                records = engine.requests()  # the same records, with the sessions of its own
-        return records
+        """Return the records of recent requests of the current API key, newest first."""
+        records = self._records.all(OWNER.get())
+        return [self.of_record(record).with_session(record) for record in records]
 
     def measure(self) -> Figures | None:
         """Return the figures of all models together; None until the default model is loaded.

@@ -160,11 +160,7 @@ class Residency:
         self.settle()
 
     def settle(self) -> None:
-        """Release the memory that unloaded models still hold until writes to disk have ended.
-
-        This is the memory set aside for the writes and, for models that were unloaded because they
-        were idle, their KV. Models whose writes have not ended keep theirs.
-        """
+        """Release the memory that unloaded models held for writes to disk which have ended."""
         if any([one.settle() for one in self.residents]):
             trim_heap()
             self.note_step()

@@ -248,7 +248,6 @@ class Resident:
         self.alone = self.alone and not scheduler.idle
 
     def claim(self) -> None:
-        """Keep arrays of its base models that are in memory, even if other models are unloaded."""
         self.use.claim()
 
     def begin(self, now: float) -> None:
