@@ -22,14 +22,12 @@ BENCH = (sys.executable, "-m", "mlxcache.cli.main", "bench")
 
 
 def bench(*args: str, program: tuple[str, ...] = BENCH) -> CompletedProcess[str]:
-    """A run in a process of its own."""
     command = [*program, *args]
     return run(command, check=False, capture_output=True, text=True, timeout=240)
 
 
 @pytest.mark.slow
 def test_servers_are_measured_beside_each_other_and_gone_after(tmp_path: Path) -> None:
-    """Two servers, one scenario: figures, ratios and bounds in the file."""
     model, file = light(tmp_path / "model"), tmp_path / "out.json"
     args = ["--model", str(model), "--tokens", "512", "--runs", "1", "--json", str(file)]
     args += ["--only", "warm"]
@@ -51,7 +49,6 @@ def test_servers_are_measured_beside_each_other_and_gone_after(tmp_path: Path) -
 
 @pytest.mark.slow
 def test_the_demo_model_is_measured_where_none_is_named(tmp_path: Path) -> None:
-    """Cold, warm and restored, with what the wheel alone has."""
     file = tmp_path / "out.json"
     args = ["--tokens", "600", "--runs", "3", "--no-mlx-lm", "--json", str(file)]
     done = bench(*args, "--only", "cold", "--only", "warm", "--only", "restart")
@@ -67,9 +64,7 @@ def test_the_demo_model_is_measured_where_none_is_named(tmp_path: Path) -> None:
     assert max(taken["restored_tokens"] for taken in rounds) >= 600
 
 
-def test_asserting_fails_where_a_bound_breaks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_asserting_fails_where_a_bound_breaks(tmp_path, monkeypatch):
     """Exit status 1 with --assert, 0 without; wrong usage is 2."""
 
     def broken(bench: Bench, *_: object) -> None:
@@ -86,9 +81,7 @@ def test_asserting_fails_where_a_bound_breaks(
     assert runner.invoke(app, [*model, "--against", "nothing"]).exit_code == 2
 
 
-def test_the_help_names_the_sets_and_their_times(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_help_names_the_sets_and_their_times(tmp_path, monkeypatch):
     """--only takes a set, or some of its measurements."""
     played: list[str] = []
     monkeypatch.setattr(Bench, "speed", lambda _, __, names: played.extend(names))
@@ -109,7 +102,6 @@ def test_the_help_names_the_sets_and_their_times(
 
 
 def test_a_model_that_is_not_there_is_a_sentence_and_exit_status_1() -> None:
-    """No traceback."""
     args = ["--model", "/absent", "--only", "warm"]
     done = bench(*args)
     assert done.returncode == 1

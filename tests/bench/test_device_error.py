@@ -32,18 +32,14 @@ def test_every_reply_is_right_or_ends_in_an_error(tmp_path: Path) -> None:
     assert row["right replies"].median >= 8
 
 
-def test_an_engine_that_trusts_the_device_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_that_trusts_the_device_is_told(tmp_path, monkeypatch):
     """Here the error is never raised, so that wrong numbers are taken for right ones."""
     monkeypatch.setattr(FailingDevice, "_raise_parked", lambda *_, **__: None)
     with pytest.raises(Unequal, match=r"evaluation \d+ fails: \d\.\d+ apart"):
         play(tmp_path)
 
 
-def test_without_a_failure_nothing_is_shown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_failure_nothing_is_shown(tmp_path, monkeypatch):
     """A run in which nothing failed must not look like a proof."""
     monkeypatch.setattr(module, "spread", lambda *_: [10_000])
     with pytest.raises(ValueError, match="no evaluation failed"):

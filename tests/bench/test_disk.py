@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from pathlib import Path
 
 import pytest
@@ -13,12 +12,9 @@ from mlxcache.bench.context import Scale
 from mlxcache.bench.findings import Findings, NotApplicable
 from mlxcache.bench.prove_engine import (
     BY_MSYNC,
-    CACHED_BYTES_S,
     DISK,
     Scenario,
     drop,
-    note_restored,
-    read,
     restore_speed,
     write_behind,
 )
@@ -33,24 +29,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return light(tmp_path_factory.mktemp("light") / "model")
 
 
-def test_a_file_is_forgotten_and_read_as_a_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where not all may be dropped, each file is; where neither can be done, that is told."""
-    files = [tmp_path / "a", tmp_path / "b"]
-    for file in files:
-        file.write_bytes(b"x" * 9_000_000)
-    assert read(files) == 18_000_000
-    monkeypatch.setattr(disk, "EVERYTHING", tmp_path / "absent" / "drop_caches")
-    if hasattr(os, "posix_fadvise"):
-        assert drop(files) == "posix_fadvise"
-        monkeypatch.delattr(os, "posix_fadvise")
-    assert drop(files) is None
-
-
-def test_on_a_mac_files_are_invalidated_and_unchanged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_a_mac_files_are_invalidated_and_unchanged(tmp_path, monkeypatch):
     """Also an empty one, which cannot be mapped."""
     files = [tmp_path / "a", tmp_path / "empty"]
     files[0].write_bytes(b"x" * 100_000)
@@ -59,27 +38,6 @@ def test_on_a_mac_files_are_invalidated_and_unchanged(
     monkeypatch.setattr("sys.platform", "darwin")
     assert drop(files) == BY_MSYNC
     assert files[0].read_bytes() == b"x" * 100_000
-
-
-def test_a_speed_of_the_page_cache_is_no_bound_on_the_disk() -> None:
-    """Where the pages were to be dropped by msync, and were not; nor is that of a quick run."""
-
-    def noted(plain: float, how: str | None, *, quick: bool = False) -> Findings:
-        found = Findings("restore_speed", "m")
-        nbytes = int(2 * CACHED_BYTES_S)
-        note_restored(found, [nbytes], [(plain, 1.25 * plain)], how, quick=quick)
-        return found
-
-    assert len(noted(1.0, BY_MSYNC).unchecked) == len(noted(4.0, "x", quick=True).unchecked) == 1
-    found = noted(4.0, BY_MSYNC)
-    (check,) = found.checks
-    assert (check.measured, check.ok) == (0.8, True)
-    assert found.notes == ["page cache dropped by msync"]
-    units = {name: figure.unit for name, figure in found.tables[DISK]["restore_speed"].items()}
-    assert units == {
-        "size": "bytes", "files": "", "plain": "bytes/s", "restored": "bytes/s", "ratio": "",
-        "plain, time": "s", "restored, time": "s",
-    }  # fmt: skip
 
 
 def play(scenario: Scenario, model: Path, folder: Path, runs: int) -> Findings:
@@ -102,9 +60,7 @@ def test_restoring_is_timed_beside_reading(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_restoring_that_skips_a_file_is_an_error(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_restoring_that_skips_a_file_is_an_error(model, tmp_path, monkeypatch):
     """Else less would be read, and that sooner."""
     dropped = disk.drop
 

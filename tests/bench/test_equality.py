@@ -10,7 +10,7 @@ import pytest
 
 from mlxcache.bench import equality
 from mlxcache.bench.context import QUICK
-from mlxcache.bench.equality import BESIDE, RESTORED, WARM, Unequal, compare
+from mlxcache.bench.equality import BESIDE, RESTORED, WARM, Unequal
 from mlxcache.bench.findings import Findings
 from mlxcache.bench.own_engine import Inside
 from mlxcache.bench.random_model import make_random
@@ -21,25 +21,6 @@ def token(id: int, *top: tuple[int, float]) -> TokenLogprob:
     return TokenLogprob("", id, dict(top)[id], tuple(("", one, value) for one, value in top))
 
 
-COLD = [token(1, (1, -0.5), (2, -1.0)), token(3, (3, -0.1), (4, -3.0))]
-
-
-def test_the_largest_difference_of_common_alternatives_counts() -> None:
-    """Those that one of the two does not list are not known."""
-    same = [token(1, (1, -0.6), (9, -1.1)), token(3, (3, -0.1), (4, -2.7))]
-    apart, *rest = compare(COLD, same, 0.125)
-    assert (round(apart, 6), rest) == (0.3, [True, False])
-    assert compare(COLD, COLD[:1], 0.125) == (0.0, False, False)
-
-
-def test_tokens_may_part_only_where_cold_was_undecided() -> None:
-    """The first two are 0.5 apart; what follows is another context."""
-    parted = [token(2, (2, -0.7), (1, -0.8)), token(8, (8, -9.0), (3, -9.0))]
-    apart, *rest = compare(COLD, parted, 0.6)
-    assert (round(apart, 6), rest) == (0.3, [True, True])
-    assert compare(COLD, parted, 0.4)[1] is False
-
-
 def play(tmp_path: Path) -> Findings:
     model, found = make_random(tmp_path / "model", "tiny"), Findings("equality", "")
     asyncio.run(equality.equality(model, tmp_path / "cache", QUICK, found))
@@ -47,7 +28,6 @@ def play(tmp_path: Path) -> Findings:
 
 
 def test_a_right_cache_is_equal_in_every_way(tmp_path: Path) -> None:
-    """In bfloat16: warm, in a batch, and restored."""
     columns = play(tmp_path).tables[equality.TITLE]["300 tokens"]
     tolerance = columns["tolerance"].median
     assert all(columns[way].median <= tolerance for way in (WARM, BESIDE, RESTORED))
@@ -69,9 +49,7 @@ def test_a_wrong_cache_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         play(tmp_path)
 
 
-def test_a_reply_that_reused_nothing_proves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reply_that_reused_nothing_proves_nothing(tmp_path, monkeypatch):
     """Cold is always equal to cold."""
 
     async def cold(inside: Inside, ids: Tokens, way: str) -> Any:

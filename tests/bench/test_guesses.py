@@ -37,9 +37,7 @@ def test_costs_text_and_speed_are_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_text_that_guesses_change_is_a_fault(
-    toy: ToyMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_text_that_guesses_change_is_a_fault(toy, tmp_path, monkeypatch):
     """Here a recurrent state is not put back."""
     monkeypatch.setattr(kv, "put_back", lambda slots, state: None)
     found = Findings("speculation", "")

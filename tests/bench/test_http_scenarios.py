@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 import time
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ import pytest
 
 from mlxcache.bench import context as module
 from mlxcache.bench import prove_http
-from mlxcache.bench.client import Refused, Reply
+from mlxcache.bench.client import Reply
 from mlxcache.bench.context import Clock, Context, Scale, Subject
 from mlxcache.bench.findings import Findings, NotApplicable
 from mlxcache.bench.process import OURS, THEIRS
@@ -128,7 +127,6 @@ def medians(found: Findings, title: str) -> dict[str, dict[str, float]]:
 
 
 def test_first_tokens_are_taken_in_every_state(context: Played) -> None:
-    """Cold once, warm and restored several times, each restart with its own end."""
     prove_http.first_token(context)
     found = medians(context.found, prove_http.TIMES)
     assert found[f"100 tokens, {OURS}"] == {
@@ -161,14 +159,6 @@ def test_a_server_that_restores_nothing_fails(context: Played) -> None:
         prove_http.first_token(context)
 
 
-def test_own_time_is_taken_afterwards_where_memory_is_short(context: Played) -> None:
-    """Room for one process, not for two."""
-    context.usable_bytes = 2_000_000_000
-    prove_http.first_token_long(context)
-    assert len(context.found.checks) == 1
-    assert any("after the server's" in note for note in context.found.notes)
-
-
 def test_decoding_is_compared_pair_by_pair(context: Played) -> None:
     """Seven tokens in 0.1 s are 70 tokens/s, as of the model by itself."""
     prove_http.decode(context)
@@ -182,30 +172,12 @@ def test_decoding_is_compared_pair_by_pair(context: Played) -> None:
 
 
 def test_short_replies_have_no_speed(context: Played) -> None:
-    """One token per reply: the scenario fails."""
     context.more = {"ends": True}
     with pytest.raises(ValueError, match="ended after 1 of 8 tokens"):
         prove_http.decode(context)
 
 
-def test_prompts_share_all_but_their_last_message(context: Played) -> None:
-    """So that a crowd computes little, and no two join."""
-    prompts = list(itertools.islice(prove_http.endless_prompts(context, 500), 3))
-    assert len({prompt[0]["content"] for prompt in prompts}) == 1
-    assert len({prompt[1]["content"] for prompt in prompts}) == 3
-
-
-def test_prefill_has_a_figure_for_each_length_of_passes(context: Played) -> None:
-    """And one for this server's own choice, of new text each time."""
-    prove_http.prefill(context)
-    (row,) = medians(context.found, prove_http.PREFILL).values()
-    assert row["passes of 16"] == 64 * 16
-    assert row[f"as {OURS} serves"] > 0
-
-
-def test_two_sizes_of_command_buffers_are_compared(
-    context: Played, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_sizes_of_command_buffers_are_compared(context, monkeypatch):
     """In turn, at two servers; there is no bound, and no such buffers without Metal."""
     monkeypatch.setattr(sys, "platform", "linux")
     with pytest.raises(NotApplicable):
@@ -220,10 +192,7 @@ def test_two_sizes_of_command_buffers_are_compared(
     assert context.found.checks == []
 
 
-def test_churn_sends_two_streams_of_new_prompts_for_a_while(
-    context: Played, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Under a small budget, without a disk; that something was evicted is checked."""
+def test_churn_sends_two_streams_of_new_prompts_for_a_while(context, monkeypatch):
     monkeypatch.setattr(prove_http, "LASTING_S", 0.05)
     prove_http.churn(context)
     ((extra, _),) = context.arguments
@@ -233,31 +202,6 @@ def test_churn_sends_two_streams_of_new_prompts_for_a_while(
     (check,) = context.found.checks
     assert check.ok
     assert check.measured == len(context.servers[0].log)
-
-
-def test_a_refused_request_ends_the_churn(context: Played, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both streams: a server that refuses is a failure."""
-
-    def refuse(self: Server, *_: Any) -> Reply:
-        raise Refused(503, "busy")
-
-    monkeypatch.setattr(Server, "chat", refuse)
-    with pytest.raises(Refused):
-        prove_http.churn(context)
-
-
-def test_one_failed_reply_of_several_is_an_error() -> None:
-    """The tokens/s of the others would be those of fewer replies."""
-
-    class Refusing(Server):
-        def chat(self, messages: Any, max_tokens: int) -> Reply:
-            if messages[0]["content"] == "no":
-                raise Refused(503, "busy")
-            return super().chat(messages, max_tokens)
-
-    prompts = [[{"role": "user", "content": text}] for text in ("yes", "no")]
-    with pytest.raises(Refused):
-        prove_http.rate_together(Refusing(OURS), prompts, 8)  # type: ignore[arg-type]
 
 
 # -- sleep -----------------------------------------------------------------------------------------
@@ -299,16 +243,7 @@ def test_an_assertion_that_comes_and_goes_is_found(context: Played, mac: Any) ->
 
 
 @pytest.mark.parametrize(("holds", "wrong"), [(False, "no caffeinate while"), (True, "still held")])
-def test_an_assertion_that_never_comes_or_stays_is_a_failure(
-    mac: Any, holds: bool, wrong: str
-) -> None:
+def test_an_assertion_that_never_comes_or_stays_is_a_failure(mac, holds, wrong):
     """The Mac could sleep within a request, or would be kept awake for ever."""
     with pytest.raises(ValueError, match=wrong):
         mac(holds=holds, lets_go=False)
-
-
-def test_elsewhere_sleep_does_not_apply(mac: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Linux servers do not go to sleep by themselves."""
-    monkeypatch.setattr(sys, "platform", "linux")
-    with pytest.raises(NotApplicable):
-        mac(holds=True, lets_go=True)

@@ -59,7 +59,6 @@ def test_a_model_is_cut_by_every_name_it_has(tmp_path: Path) -> None:
 
 
 def test_the_names_are_this_users_and_this_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With and without the domain; a usual user name is one, too."""
     monkeypatch.setattr(socket, "gethostname", lambda: "anns-mac.local")
     monkeypatch.setattr(getpass, "getuser", lambda: "root")
     monkeypatch.setenv("HTTPS_PROXY", "http://proxy.acme.corp:8080")
@@ -69,7 +68,6 @@ def test_the_names_are_this_users_and_this_hosts(monkeypatch: pytest.MonkeyPatch
 
 
 def test_code_is_shown_by_its_package() -> None:
-    """Errors of installed files can be read, and tell no folder."""
     import mlx_lm
 
     files = f'File "{mlx_lm.__file__}", line 3; File "{Path(__file__)}", line 1'
@@ -86,7 +84,6 @@ def test_what_is_unique_to_a_device_is_left_out(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_machine_is_described_without_its_names() -> None:
-    """Chip, memory, system and versions, and no folder."""
     found = describe_machine()
     assert found["memory_bytes"] > 1e9
     assert {"mlx", "mlx-lm"} <= found["versions"].keys()

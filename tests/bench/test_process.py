@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -14,8 +13,6 @@ from mlxcache.bench.process import (
     Launch,
     NotStarted,
     Server,
-    mlx_lm_server,
-    ours,
     parse_against,
     running,
 )
@@ -29,7 +26,6 @@ def fake(mode: str = "") -> Launch:
 
 
 def test_a_server_is_up_within_the_block_and_gone_with_its_children_after(tmp_path: Path) -> None:
-    """The whole process group is ended."""
     with running(fake("child"), tmp_path, tmp_path, 20) as server:
         assert server.client.chat([{"role": "user", "content": "hi"}], 3).text == "abc"
         log = next(tmp_path.glob("fake-*.log")).read_text()
@@ -46,17 +42,7 @@ def test_a_server_is_up_within_the_block_and_gone_with_its_children_after(tmp_pa
         time.sleep(0.02)
 
 
-def test_variables_of_a_launch_are_added_to_the_inherited_ones(tmp_path: Path) -> None:
-    """As `prove` starts a server with other sizes of command buffers."""
-    launch = replace(fake(), variables={"MLX_MAX_OPS_PER_BUFFER": "7"})
-    with running(launch, tmp_path, tmp_path, 20) as server:
-        found = psutil.Process(server.pid).environ()
-    assert found["MLX_MAX_OPS_PER_BUFFER"] == "7"
-    assert "PATH" in found
-
-
 def test_a_server_is_ended_where_the_block_raises(tmp_path: Path) -> None:
-    """Nothing outlives a run that fails."""
     seen: list[Server] = []
 
     def fail() -> None:
@@ -70,7 +56,6 @@ def test_a_server_is_ended_where_the_block_raises(tmp_path: Path) -> None:
 
 
 def test_a_server_that_ends_early_says_why(tmp_path: Path) -> None:
-    """The end of its output is in the error."""
     with (
         pytest.raises(NotStarted, match=r"(?s)it ended.*no such flag"),
         running(fake("dies"), tmp_path, tmp_path, 20),
@@ -79,7 +64,6 @@ def test_a_server_that_ends_early_says_why(tmp_path: Path) -> None:
 
 
 def test_a_server_that_answers_nothing_is_given_up(tmp_path: Path) -> None:
-    """The wait is bounded."""
     with (
         pytest.raises(NotStarted, match="neither /v1/models nor /health"),
         running(fake("deaf"), tmp_path, tmp_path, 1.0),
@@ -87,31 +71,9 @@ def test_a_server_that_answers_nothing_is_given_up(tmp_path: Path) -> None:
         pass
 
 
-def test_a_command_that_does_not_exist_is_not_started(tmp_path: Path) -> None:
-    """No traceback for a typo in --against."""
-    with (
-        pytest.raises(NotStarted, match="absent"),
-        running(Launch("x", ("/absent", "{port}")), tmp_path, tmp_path, 1.0),
-    ):
-        pass
-
-
-def test_model_and_port_are_filled_in() -> None:
-    """Quotes in the command group words, as in a shell."""
-    launch = parse_against("other='/my bin/serve' {model} --port={port}")
-    assert launch.filled("/m", 8) == ["/my bin/serve", "/m", "--port=8"]
-    assert launch.foreign
-    for launch in (ours(Path("/c"), "--ram", "1GB"), mlx_lm_server()):
-        filled = launch.filled("/m", 8)
-        assert "/m" in filled
-        assert "8" in filled
-        assert not any("{" in part for part in filled)
-
-
 @pytest.mark.parametrize(
     "text", ["serve {model} {port}", "=serve {model} {port}", "a=serve {port}"]
 )
 def test_what_is_no_name_and_command_is_refused(text: str) -> None:
-    """A name, and both places to fill in, are needed."""
     with pytest.raises(ValueError, match="NAME="):
         parse_against(text)

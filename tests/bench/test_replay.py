@@ -44,7 +44,6 @@ def two_turns() -> list[Request]:
 
 
 def test_a_next_turn_contains_what_the_server_replied() -> None:
-    """As a message of the assistant, between the texts of the blocks."""
     echo: Any = Echo()
     replies = Player(echo, echo, "t").play(two_turns(), lambda _: None)
     head = {"role": "user", "content": "<t/1 50><t/2 20>"}
@@ -66,7 +65,6 @@ def test_a_next_turn_contains_what_the_server_replied() -> None:
 
 
 def test_every_server_gets_the_same_ram(tmp_path: Path) -> None:
-    """By the flag that each has for it; this server runs with a disk and without."""
     plan = Replay(Trace(tuple(two_turns()), "mooncake", 64), 1, 32_000_000, 10**9)
     other = Launch("other", ("serve", "--cache-memory-mb", "{ram_mb}", "{model}", "{port}"))
     own, alone, mlx_lm, named = plan.launches(tmp_path, [mlx_lm_server(), other])
@@ -78,7 +76,6 @@ def test_every_server_gets_the_same_ram(tmp_path: Path) -> None:
 
 
 def test_a_trace_that_no_server_can_play_is_refused(toy_llama: Path) -> None:
-    """Before any of its text is made: one of another model's length, and an empty one."""
     ids = Ids()
     long = Request(0.0, None, *path_of([(ids.new(), 100_000_000), (ids.new(), 1)]), 1)
     for requests, wrong in (((long,), "--trace-scale 0.00066"), ((), "no requests")):
@@ -87,7 +84,6 @@ def test_a_trace_that_no_server_can_play_is_refused(toy_llama: Path) -> None:
 
 
 def test_a_wrong_trace_is_wrong_usage(tmp_path: Path) -> None:
-    """With the line, before any server starts."""
     path = tmp_path / "t.jsonl"
     path.write_text('{"timestamp": 0}\n', encoding="utf-8")
     more = {"users": 1, "ram": "1GB", "disk": "1GB"}
@@ -98,7 +94,6 @@ def test_a_wrong_trace_is_wrong_usage(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_trace_is_played_to_servers(tmp_path: Path) -> None:
-    """From end to end: this server with a disk and without, and mlx_lm.server."""
     import json
 
     from tests.bench.test_command import bench

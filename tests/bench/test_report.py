@@ -27,15 +27,6 @@ def pages(*all: Findings) -> str:
     return report.as_markdown({"chip": "M9", "memory_bytes": 64e9}, {"lengths": "full"}, all)
 
 
-def test_a_median_is_shown_with_its_number_of_runs() -> None:
-    """A figure that one row lacks is an empty cell."""
-    page = pages(findings())
-    assert "| 1,000 tokens, mlxcache | 20 tokens/s (3) | 250 ms (1) |" in page
-    assert "| 1,000 tokens, mlx_lm.generate | 200 tokens/s (1) |  |" in page
-    assert "8 at once \\| all" in page
-    assert "| memory | 64 GB |" in page
-
-
 def test_every_bound_has_its_verdict() -> None:
     """Also one that these figures cannot show, which has not passed."""
     page = pages(findings())
@@ -43,15 +34,6 @@ def test_every_bound_has_its_verdict() -> None:
     assert "| time (tiny, 4bit) | 1.05 | ≤ 1.1 | passed |" in page
     assert "| far (tiny, 4bit) | 2 | ≤ 1 | not checked: too short |" in page
     assert "| near (tiny, 4bit) |  | ≥ 0.97 | not checked: no memory |" in page
-
-
-def test_what_was_left_out_or_failed_is_listed() -> None:
-    """With its reason; of an error of several lines the end follows as it is."""
-    failed = Findings("growth", "m", "failed", "ChildFailed: status 1\n```\nTraceback")
-    page = pages(findings(), failed)
-    assert "| decode | tiny, 4bit | not run | 100,000 tokens: about 340 s needed" in page
-    assert "| growth | m | failed | ChildFailed: status 1 |" in page
-    assert "```text\nChildFailed: status 1\n'''\nTraceback\n```" in page
 
 
 def test_the_json_has_every_sample_and_comes_back(tmp_path: Path) -> None:

@@ -12,17 +12,10 @@ import mlx.core as mx
 
 from mlxcache.bench.context import QUICK
 from mlxcache.bench.findings import Findings
-from mlxcache.bench.prove_engine import peak_memory, split_at
+from mlxcache.bench.prove_engine import peak_memory
 from mlxcache.model import kv
 from mlxcache.model.load import Loaded
 from tests.toys.toy import make_toy
-
-
-def test_a_pause_is_found_beside_the_token_at_which_growth_was_seen() -> None:
-    """Steps are pipelined; what lies farther off is an interval like any other."""
-    assert split_at([1, 2, 9, 3, 4], [3]) == ([9], [1, 2])
-    assert split_at([7, 1, 1], [0]) == ([7], [1])
-    assert split_at([1, 5], [1]) == ([5], [])
 
 
 class Holding:

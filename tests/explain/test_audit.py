@@ -158,14 +158,12 @@ def audited(chat: Chat) -> tuple[list[Finding], int]:
 
 
 def test_a_clean_request_raises_no_alarm():
-    """Versions, dates of releases, constants, commits and examples stay as they are."""
     chat = request()
     assert 50_000 < sum(len(str(m)) for m in [*chat.messages, *chat.tools]) < 120_000
     assert audited(chat)[0] == []
 
 
 def test_what_people_and_models_wrote_is_not_looked_at():
-    """It stays as it was sent."""
     told = "\n".join(text for _, text in VOLATILE)
     assert audited(request(told=told))[0] == []
 

@@ -49,8 +49,6 @@ TOOLS = [tool(name) for name in ("Bash", "Edit", "Read")]
 
 
 class Talk:
-    """One conversation with a real engine."""
-
     def __init__(self, engine: Engine, session: str):
         self.engine, self.session, self.seed = engine, session, session
         self.messages: list[Message] = []
@@ -85,7 +83,6 @@ def lost(record: RequestRecord) -> Lost:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(toy, tmp_path_factory):
-    """One for all; each test has conversations of its own."""
     async with started(
         toy("llama"), tmp_path_factory.mktemp("cache"), no_anticipate=True
     ) as running:
@@ -94,7 +91,6 @@ async def engine(toy, tmp_path_factory):
 
 @pytest.fixture
 def talk(engine, request) -> Talk:
-    """A conversation that no other test has."""
     return Talk(engine, request.node.name)
 
 
@@ -174,7 +170,6 @@ async def test_what_was_cut_short_lost_no_more_than_it_was_fed(toy, tmp_path, mo
 
 
 async def test_the_loss_is_of_one_turn_only(talk: Talk):
-    """The next one goes on with what was computed then."""
     await talk.say(talk.system(), user("Fix the parser. " + text(9, "ask")))
     talk.messages[0] = talk.system("Requests so far: 2")
     assert lost(await talk.say(user("And the lexer?")))["reason"] == "system_changed"
@@ -202,7 +197,6 @@ CHANGES: list[tuple[str, str, Callable[[Talk], None]]] = [
 
 @pytest.mark.parametrize(("reason", "cause", "change"), CHANGES, ids=[c for _, c, _ in CHANGES])
 async def test_changed_history_is_told(talk: Talk, reason: str, cause: str, change):
-    """With the part of the request that was changed."""
     await talk.say(talk.system(), user("Fix the parser. " + text(9, "ask")))
     await talk.say(user("And the lexer? " + text(30, "more")))
     change(talk)
@@ -240,7 +234,6 @@ async def test_no_more_is_lost_than_there_was(talk: Talk):
 
 
 async def test_a_message_that_is_taken_back_is_no_loss(talk: Talk):
-    """What was said instead is new."""
     await talk.say(talk.system(), user("Fix the parser. " + text(9, "ask")))
     await talk.say(user("And the lexer? " + text(30, "more")))
     del talk.messages[3:]
@@ -259,7 +252,6 @@ async def test_a_side_request_is_a_conversation_of_its_own(talk: Talk):
 
 
 async def test_another_session_with_nearly_the_same_head(talk: Talk):
-    """Its first turn is compared with the head of the last session."""
     await talk.say(talk.system(), user("Fix the parser. " + text(9, "ask")))
     other = Talk(talk.engine, "other")
     record = await other.say(talk.system("Today's date is 2026-12-24."), user("Something else."))
@@ -269,7 +261,6 @@ async def test_another_session_with_nearly_the_same_head(talk: Talk):
 
 
 async def test_what_was_evicted_is_told(talk: Talk):
-    """Nothing differs, and it is not there."""
     first = await talk.say(talk.system(), user("Fix the parser. " + text(9, "ask")))
     await talk.engine.call(lambda runtime: runtime.kv.clear())
     record = await talk.say(user("And the lexer?"))

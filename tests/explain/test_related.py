@@ -23,7 +23,6 @@ def served(session: str, words: str, size: int, *, cut: int = 0) -> EarlierPromp
 
 
 def test_what_is_kept_for_comparing_is_bounded():
-    """In prompts, per session and of all, and in bytes; the oldest go first."""
     held = EarlierPrompts(count=6, each=2, limit=10**9)
     for i in range(20):
         held.add(served(f"s{i % 4}", f"w{i}", 3))
@@ -40,23 +39,13 @@ def test_what_is_kept_for_comparing_is_bounded():
     assert not tiny.all()
 
 
-def test_a_prompt_takes_the_place_of_the_one_it_goes_on_with():
-    """A long conversation is kept once."""
-    held = EarlierPrompts()
-    held.add(served("s", "w", 30, cut=5))
-    held.add(served("s", "w", 30))
-    assert len(held.all()) == 1
-
-
 def test_the_newest_of_those_that_share_as_much_comes_first():
-    """And those of the session before any other."""
     held = [served(session, "w", 9) for session in ("a", "b", "a", "b")]
     found = EarlierPrompts.ranked(held, "a", held[0].ids)
     assert [one for one, _ in found] == [held[2], held[0], held[3], held[1]]
 
 
 def asked(system: str, *said: str, tools: tuple[str, ...] = ()) -> Chat:
-    """A conversation of a user and a model, in turns."""
     roles = itertools.cycle(("user", "assistant"))
     messages = [{"role": role, "content": words} for role, words in zip(roles, said, strict=False)]
     named = [{"type": "function", "function": {"name": name}} for name in tools]
@@ -93,10 +82,3 @@ def test_a_conversation_goes_on_when_its_tools_or_its_system_text_change() -> No
     dated = asked(EXPLAINS + " Today is Monday.", "Something else.", tools=("Read", "Bash"))
     assert related(old, dated)
     assert not related(old, asked(EXPLAINS, "Something else.", tools=("Grep",)))
-
-
-def test_lines_that_changed_in_two_places_leave_a_head_similar() -> None:
-    """As a date at its start and a git status at its end do."""
-    lines = "\n".join(f"{i}. Work with great care." for i in range(30))
-    heads = [f"Today is {day}.\n{lines}\nBranch {name}" for day, name in (("a", "m"), ("b", "n"))]
-    assert related(*(asked(head, str(n)) for n, head in enumerate(heads)))

@@ -29,7 +29,6 @@ def ids(found: list[tuple[int, int]]) -> Tokens:
 
 @given(parts, parts)
 def test_runs_are_in_both_and_each_token_counts_once(old, new):
-    """In order, apart, long enough; no more tokens than the two have in common."""
     one, other = ids(old), ids(new)
     runs = shared_runs(one, other)
     end = 0
@@ -44,7 +43,6 @@ def test_runs_are_in_both_and_each_token_counts_once(old, new):
 
 
 def test_what_stands_around_a_change_is_found():
-    """Also if it moved, and where a piece was inserted."""
     a, b, c = (token_ids(range(n, n + 100)) for n in (0, 1000, 2000))
     new = token_ids(range(5000, 5020))
     assert shared_runs(join_ids(a, b), join_ids(new, a, new, b)) == (
@@ -57,14 +55,7 @@ def test_what_stands_around_a_change_is_found():
     assert shared_runs(a[:5], a[:5]) == ()
 
 
-def test_only_tokens_of_the_range_are_counted():
-    """The ends of a run may lie outside."""
-    assert count_within([(0, 10), (20, 30)], 5, 25) == 10
-    assert count_within([(0, 10)], 10, 20) == 0
-
-
 def test_long_prompts_take_little_time():
-    """Of one token repeated, of repeated pieces, and of pieces in another order."""
     rng = np.random.default_rng(1)
     pieces = [token_ids(rng.integers(0, 9, 200).astype(np.int32)) for _ in range(500)]
     mixed = [pieces[i] for i in rng.permutation(500)]

@@ -55,17 +55,9 @@ def costs_of(rule: DraftRule):
     ],
 )
 def test_drafts_pay_or_stop(slope: float, share: float, right: float, least: float) -> None:
-    """Over many replies."""
     rule, rng = DraftRule(costs(slope, share)), np.random.default_rng(1)
     total = sum(play(rule, 300, right, rng)[0] for _ in range(30))
     assert 30 * 300 / total >= least
-
-
-def test_a_draft_that_never_pays_costs_next_to_nothing() -> None:
-    """It is tried less and less often than a reply could afford."""
-    rule, rng = DraftRule(costs(0.75, 0.2)), np.random.default_rng(1)
-    total = [play(rule, 1000, 0.6, rng)[0] for _ in range(10)][-1]
-    assert 1000 / total > 0.99
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -81,7 +73,6 @@ def test_no_reply_is_much_slower(seed: int) -> None:
 
 
 def test_a_draft_that_improves_is_used_again() -> None:
-    """It is tried with what the reply can afford."""
     rule, rng = DraftRule(costs(0.05, 0.1)), np.random.default_rng(2)
     paused = [play(rule, 400, 0.0, rng)[1] for _ in range(3)][-1]
     again = [play(rule, 400, 0.95, rng)[1] for _ in range(3)][-1]
@@ -90,7 +81,6 @@ def test_a_draft_that_improves_is_used_again() -> None:
 
 
 def test_the_longest_draft_is_not_always_the_best() -> None:
-    """The dearer a token, and the less often it is right, the fewer are drafted."""
     counts = []
     for slope, share, right in ((0.02, 0.02, 0.95), (0.1, 0.1, 0.8), (0.4, 0.2, 0.5)):
         rule = DraftRule(costs(slope, share))

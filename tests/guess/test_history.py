@@ -28,7 +28,6 @@ def test_the_next_turn_adds_only_what_is_new() -> None:
 
 
 def test_no_owner_gets_anothers_text() -> None:
-    """Not even for the same prompt."""
     kept = Histories()
     history = kept.take("a", FIRST)
     history.say([70, 71, 72, 73])
@@ -40,7 +39,6 @@ def test_no_owner_gets_anothers_text() -> None:
 
 
 def test_a_history_in_use_is_not_shared() -> None:
-    """Two replies at once have one each."""
     kept = Histories()
     kept.keep(None, kept.take(None, FIRST))
     assert kept.take(None, FIRST) is not kept.take(None, FIRST)
@@ -69,7 +67,6 @@ def test_forms_of_results_are_added_once_and_the_reply_goes_on() -> None:
 
 
 def test_the_oldest_histories_are_forgotten() -> None:
-    """As many are kept as are allowed."""
     kept = Histories(most=2)
     for start in (0, 100, 200):
         kept.keep(None, kept.take(None, token_ids(FIRST + start)))

@@ -26,7 +26,6 @@ def steep(tokens: int) -> float:
 
 
 def test_a_flat_cost_is_worth_a_long_guess_and_a_steep_one_a_short_guess() -> None:
-    """By what the guesses of such matches were worth."""
     sure, doubtful = [0.97**n for n in range(1, 32)], [0.5**n for n in range(1, 32)]
     assert best_length(sure, flat) == 31
     assert best_length(doubtful, flat) > 4
@@ -43,7 +42,6 @@ def test_a_token_that_is_fed_anyway_and_tokens_fed_again_make_guesses_worth_less
 
 
 def test_what_guesses_were_worth_is_learned_by_the_length_of_their_match() -> None:
-    """And forgotten again."""
     survival = Survival()
     before = survival.chances(5, 8)
     for _ in range(300):

@@ -193,9 +193,7 @@ def read(folder: Path, lines: Iterator[dict[str, Any]]) -> Trace:
 
 
 @pytest.mark.parametrize("disk", [DISK, NO_DISK])
-def test_agents_in_the_form_of_aiperf(
-    model: Path, layout: Layout, tmp_path: Path, disk: str
-) -> None:
+def test_agents_in_the_form_of_aiperf(model, layout, tmp_path, disk):
     """Four users whose sessions grow and share layers, more than RAM and disk hold."""
     trace = read(tmp_path, agentic_lines(16, random.Random(1)))
     # a plain completion has no messages, and so no conversation key
@@ -207,18 +205,14 @@ def test_agents_in_the_form_of_aiperf(
 
 
 @pytest.mark.parametrize("disk", [DISK, NO_DISK])
-def test_prompts_in_the_form_of_mooncake(
-    model: Path, layout: Layout, tmp_path: Path, disk: str
-) -> None:
+def test_prompts_in_the_form_of_mooncake(model, layout, tmp_path, disk):
     """Independent prompts with beginnings of different popularity."""
     trace = read(tmp_path, mooncake_lines(150, random.Random(2)))
     play(model, layout, tmp_path, list(trace.requests), disk)
 
 
 @pytest.mark.parametrize("disk", [DISK, NO_DISK])
-def test_chats_recorded_from_the_server_itself(
-    model: Path, layout: Layout, tmp_path: Path, disk: str
-) -> None:
+def test_chats_recorded_from_the_server_itself(model, layout, tmp_path, disk):
     """Chats with replies, regenerations and two agents a session, recorded as they run."""
     path = tmp_path / "recorded.jsonl"
     with served(model, tmp_path, disk) as server:
@@ -245,7 +239,6 @@ def test_chats_recorded_from_the_server_itself(
 
 
 def chat(url: str, count: int, rng: random.Random) -> None:
-    """Send `count` requests of some conversations in turn."""
     tools = "You are an agent. " + words(rng, 150)
     talks: list[tuple[str, list[dict[str, str]]]] = []
     for number in range(12):

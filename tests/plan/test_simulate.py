@@ -33,7 +33,6 @@ LIMITLESS = Memory(1 << 60)
 
 
 def request(ids: Ids, *names: tuple[str, int], reply: int = 0, **more: object) -> Request:
-    """A request whose prompt has the named parts."""
     parts = [(ids.of(name), tokens) for name, tokens in names]
     path = path_of([*parts, (ids.new(), reply)])
     return replace(Request(0.0, None, *path, len(parts)), **more)  # type: ignore[arg-type]
@@ -63,7 +62,6 @@ def test_a_prefix_is_reused_to_the_token_and_one_token_is_fed() -> None:
 
 
 def test_what_does_not_fit_is_evicted_and_read_from_disk() -> None:
-    """With a disk tier the evicted prompt is restored, without one it is lost."""
     ids = Ids()
     prompts = [request(ids, (name, 2000)) for name in "abcdef"]
     trace = trace_of(*prompts, prompts[0])
@@ -73,7 +71,6 @@ def test_what_does_not_fit_is_evicted_and_read_from_disk() -> None:
 
 
 def test_a_small_disk_evicts_too() -> None:
-    """The oldest files go; what is used again stays."""
     ids = Ids()
     prompts = [request(ids, (str(number), 2000)) for number in range(12)]
     trace = trace_of(*prompts, prompts[0], prompts[11])
@@ -84,7 +81,6 @@ def test_a_small_disk_evicts_too() -> None:
 
 
 def test_a_remote_has_what_the_machine_has_not() -> None:
-    """It is counted apart from the disk."""
     ids = Ids()
     prompts = [request(ids, (name, 2000)) for name in "abcdef"]
     trace = trace_of(*prompts, prompts[0])
@@ -94,7 +90,6 @@ def test_a_remote_has_what_the_machine_has_not() -> None:
 
 
 def test_a_model_with_states_continues_from_checkpoints() -> None:
-    """A branch between two checkpoints is fed from the one before it."""
     layout = replace(
         LAYOUT,
         checkpoint_bytes=4096,
@@ -115,7 +110,6 @@ def test_a_model_with_states_continues_from_checkpoints() -> None:
 
 
 def test_first_tokens_wait_for_the_thread() -> None:
-    """The second of two prompts that arrive at once waits for the first."""
     ids = Ids()
     trace = trace_of(request(ids, ("a", 1000), reply=10), request(ids, ("b", 1000), reply=10))
     trace = replace(trace, requests=tuple(replace(one, time=0.0) for one in trace.requests))
@@ -127,7 +121,6 @@ def test_first_tokens_wait_for_the_thread() -> None:
 
 
 def test_a_restore_takes_the_time_of_the_disk() -> None:
-    """Bytes by bandwidth."""
     ids = Ids()
     prompts = [request(ids, (name, 2000), reply=1) for name in "abcdef"]
     trace = trace_of(*prompts, prompts[0])
@@ -149,7 +142,6 @@ def test_without_speeds_recorded_requests_take_as_long_as_they_did() -> None:
 
 
 def test_users_of_a_trace_take_turns() -> None:
-    """A session's next turn arrives a pause after its last reply."""
     trace = synthetic_trace(2, 4000, sessions=2, seed=3)
     outcome = Simulation(LAYOUT, LIMITLESS, Speed(prefill=1000, decode=100)).run(trace, users=2)
     assert len(outcome.served) == len(trace.requests)
@@ -160,7 +152,6 @@ def test_users_of_a_trace_take_turns() -> None:
 
 
 def test_a_plan_finds_the_capacity_near_the_ceiling() -> None:
-    """Less has a lower hit rate, that much has it, and both are drawn."""
     trace = synthetic_trace(4, 8000, sessions=2)
     plan = make_plan(trace, LAYOUT, room(10_000), Speed(prefill=500, decode=50), users=4)
     rates = [one.hit_rate for one in plan.curve]
@@ -180,7 +171,6 @@ def test_a_plan_finds_the_capacity_near_the_ceiling() -> None:
 
 
 def test_what_cannot_be_planned_is_refused() -> None:
-    """A prompt that never fits, no requests, and a model that is not cached."""
     trace = trace_of(request(Ids(), ("a", 50_000)))
     with pytest.raises(ConfigError, match="50,000 tokens"):
         make_plan(trace, LAYOUT, room(1000), Speed())
@@ -192,7 +182,6 @@ def test_what_cannot_be_planned_is_refused() -> None:
 
 
 def test_speeds_come_from_records_of_requests() -> None:
-    """Prefill that grows with the position, decoding, and reading from disk."""
     records = []
     for prompt, fed in ((1000, 1000), (9000, 1000), (20_000, 4000), (5000, 5000)):
         seconds = fed / 500 * (1 + 1e-4 * (prompt - fed / 2))

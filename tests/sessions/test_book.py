@@ -6,21 +6,16 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxcache.cache import kv_cache
-from mlxcache.cache.kv_cache import KVCache
 from mlxcache.engine.engine import Engine
 from mlxcache.errors import (
     BadRequest,
     NotFound,
-    NotReady,
     SnapshotRefused,
     StoreError,
     Unsupported,
@@ -31,16 +26,13 @@ from mlxcache.store.listing import Listed
 from mlxcache.store.sessions import Sessions, Turn
 from mlxcache.store.store import MOST_LEAVES_READ
 from mlxcache.types import WARMING, Finished, Job, Prompt, Tokens, token_ids
-from tests.conftest import ToyMaker
 from tests.engine.running import started
 from tests.tree.check import check_tree
 
 HEAD = 40
-Make = Callable[..., Awaitable[Engine]]
 
 
 def text(seed: int, tokens: int) -> list[int]:
-    """Token ids of no meaning."""
     return np.random.default_rng(seed).integers(100, 400, tokens).tolist()
 
 
@@ -55,7 +47,6 @@ def prompt(*parts: list[int], head: int = HEAD) -> Prompt:
 
 
 async def ask(engine: Engine, given: Prompt, tokens: int = 8, **more: object) -> Finished:
-    """Run a request to its end."""
     job = Job(f"req_{time.monotonic_ns()}", given, max_tokens=tokens, raw=True, **more)  # type: ignore[arg-type]
     async for event in await engine.submit(job):
         if isinstance(event, Finished):
@@ -87,12 +78,10 @@ async def test_a_request_without_a_label_is_listed_with_its_session(engine: Engi
 
 
 async def main_ids(engine: Engine, one: Listed) -> list[int]:
-    """The token ids of a session's main leaf."""
     return (await engine.book.info(one.session.id)).leaves[0].ids.tolist()
 
 
 async def durable(engine: Engine, id: str) -> int:
-    """The durable tokens once all is written."""
     assert await engine.book.settled()
     return (await engine.sessions.get(id)).as_object()["durable_tokens"]
 
@@ -114,9 +103,7 @@ async def test_a_turn_is_in_the_list_when_its_reply_is_over(engine: Engine):
     assert found["disk_bytes"] > 0
 
 
-async def test_a_list_reads_the_tokens_of_no_session_that_is_as_it_was(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_list_reads_the_tokens_of_no_session_that_is_as_it_was(engine, monkeypatch):
     """Of twelve sessions with one system prompt only the one with a new turn is read again."""
     given = [prompt(text(1, 200), text(n, 200)) for n in range(2, 14)]
     for n, one in enumerate(given):
@@ -141,9 +128,7 @@ async def test_a_list_reads_the_tokens_of_no_session_that_is_as_it_was(
     assert others == [one for one in first if one.session.id != newest.session.id]
 
 
-async def test_the_files_of_a_turn_are_known_before_it_is_listed(
-    toy: ToyMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_files_of_a_turn_are_known_before_it_is_listed(toy, tmp_path, monkeypatch):
     """A few seconds after it, so that the first list reads no token ids for the disk."""
     monkeypatch.setattr(booking, "FILES_S", 0.05)
 
@@ -166,27 +151,6 @@ async def test_the_files_of_a_turn_are_known_before_it_is_listed(
             assert time.monotonic() < end
             await asyncio.sleep(0.02)
         assert [one.disk.tokens[0] > 100 for one in found] == [True] * 3
-
-
-async def test_the_mlx_thread_measures_few_sessions_at_a_time(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So that it can decode in between; the figures are those of one step."""
-    for n in range(5):
-        await ask(engine, prompt(text(n, 80)), session=f"s{n}")
-    assert await engine.book.settled()
-    at_once = await engine.sessions.list()
-    steps: list[int] = []
-    measure = KVCache.measure
-
-    def noting(self, *given):
-        steps.append(len(found := measure(self, *given)))
-        return found
-
-    monkeypatch.setattr(KVCache, "measure", noting)
-    monkeypatch.setattr(kv_cache, "MEASURE_S", 0.0)
-    assert await engine.sessions.list() == at_once
-    assert steps == [1] * 5
 
 
 async def test_a_session_that_changes_while_it_is_listed_is_listed_as_it_is_then(
@@ -278,7 +242,6 @@ async def test_removing_a_session_cuts_what_nobody_else_needs(engine: Engine, mo
 
 
 async def test_what_was_removed_is_written_again_when_it_comes_again(engine: Engine):
-    """The engine forgets that it was on disk."""
     for _ in range(2):
         await ask(engine, prompt(text(1, 256)), session="one")
         [listed] = await engine.sessions.list()
@@ -429,18 +392,6 @@ async def test_without_a_disk_there_are_sessions_and_no_snapshots(toy, tmp_path)
         await engine.sessions.delete(listed.session.id)
         assert (await ask(engine, prompt(text(1, 100)))).cached_tokens == 0
     assert not list(tmp_path.rglob("*.sqlite"))
-
-
-async def test_a_call_raises_what_its_action_raises(engine: Engine):
-    """The MLX thread lives on, and after the end nobody waits for it."""
-    with pytest.raises(ZeroDivisionError):
-        await engine.call(lambda core: 1 / 0)
-    assert await engine.call(lambda core: 2) == 2
-    await engine.stop()
-    with pytest.raises(NotReady):
-        await engine.call(lambda core: 3)
-    with pytest.raises(NotReady):
-        await engine.sessions.list()
 
 
 async def test_a_pinned_session_stays_pinned_as_it_grows(toy, tmp_path, monkeypatch):

@@ -41,11 +41,8 @@ def end(book: SessionWriter, first: int, tokens: int, at: float) -> Tokens:
 
 
 def test_a_turn_that_could_not_be_booked_is_booked_later_and_in_order(
-    book: SessionWriter,
-    sessions: Sessions,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    book, sessions, monkeypatch, caplog
+):
     """No other request is needed for it, and the log says once what is wrong."""
     fails, tried = sessions.record_turn, []
 
@@ -69,9 +66,7 @@ def test_a_turn_that_could_not_be_booked_is_booked_later_and_in_order(
     assert sessions.leaves(newest.id)[0].ids.tolist() == longest.tolist()
 
 
-def test_what_could_never_be_booked_is_told_at_the_end(
-    book: SessionWriter, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_could_never_be_booked_is_told_at_the_end(book, sessions, monkeypatch):
     """The oldest go where too many wait."""
 
     def full(turn: object, *more: object) -> str:
@@ -83,9 +78,7 @@ def test_what_could_never_be_booked_is_told_at_the_end(
     assert book.close(30.0) == MAX_LATE
 
 
-async def test_turns_that_cannot_be_written_are_listed(
-    book: SessionWriter, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_turns_that_cannot_be_written_are_listed(book, sessions, monkeypatch):
     """Beside those on disk, with ids that they keep; they can be removed, and nothing else."""
     end(book, 1, 100, 1.0)
     await book.written()
@@ -124,9 +117,7 @@ async def test_turns_that_cannot_be_written_are_listed(
     assert book.table is sessions
 
 
-async def test_clearing_removes_what_could_not_be_written_too(
-    book: SessionWriter, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_clearing_removes_what_could_not_be_written_too(book, sessions, monkeypatch):
     """Else it would come back with the next write."""
     end(book, 1, 100, 1.0)
     await book.written()

@@ -82,9 +82,7 @@ async def test_a_removed_folder_is_not_made_again_by_looking(folder: Path) -> No
     store.close()
 
 
-async def test_a_request_does_not_wait_for_a_slow_table(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_request_does_not_wait_for_a_slow_table(folder, monkeypatch):
     """The read goes on by itself, and its replies are passed on then."""
     store, sessions = opened(folder, "n")
     learned, free = Learned(), threading.Event()

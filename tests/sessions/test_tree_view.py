@@ -95,19 +95,13 @@ def test_no_more_nodes_than_asked_for_and_no_session_is_lost() -> None:
 
 
 def test_an_owners_text_is_told_as_it_was_written() -> None:
-    """The first ids of an owner's prompt are marked; the text is that of the plain ones."""
     one = leaf(1, "a", HEAD, owner="alice")
     assert min(IDS[one]) < 0
     found = tree_view_of([session("a", one, ram=[0], disk=[0])], words, owner="alice")
     assert found["nodes"][1]["text"].startswith("100 101 102 103 104")
 
 
-def test_nothing_is_cached() -> None:
-    assert [node["tokens"] for node in tree_view_of([], words)["nodes"]] == [0]
-
-
 def test_the_same_tokens_of_two_models_are_apart() -> None:
-    """Each branch below the root names its model."""
     a, b = leaf(1, "a", HEAD), leaf(2, "b", HEAD)
     parts = [
         TreePart([session("a", a, ram=[30], disk=[0])], IDS, words, "large"),
