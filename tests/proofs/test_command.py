@@ -60,9 +60,7 @@ def test_a_family_is_measured_beside_mlx_lm_server(tmp_path: Path) -> None:
         (["--only", "nothing"], "restore_speed"),
     ],
 )
-def test_a_family_goes_with_no_model_and_with_scenarios_alone(
-    arguments: list[str], word: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_family_goes_with_no_model_and_with_scenarios_alone(arguments, word, monkeypatch):
     """What does not go together is wrong usage, and the error names what would."""
     monkeypatch.setattr(command.Suite, "play", lambda *_: pytest.fail("it ran"))
     app = typer.Typer()

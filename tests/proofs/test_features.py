@@ -26,9 +26,7 @@ from tests.toys.configs import FAMILIES
         pytest.param("gpt_oss", range(500, 520), marks=pytest.mark.slow),
     ],
 )
-def test_replies_with_random_features_are_the_cold_ones(
-    tmp_path: Path, name: str, seeds: range
-) -> None:
+def test_replies_with_random_features_are_the_cold_ones(tmp_path, name, seeds):
     """In conversations that go on, are edited, regenerated and forked, also after a restart."""
     with opened(name, tmp_path) as pair:
         for seed in seeds:
@@ -78,9 +76,7 @@ def test_a_number_makes_the_same_conversation() -> None:
     assert {one.api for one in many} == {"chat", "completions", "messages", "responses"}
 
 
-def test_a_failure_is_found_and_made_simple(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_is_found_and_made_simple(tmp_path, monkeypatch):
     """A server that loses the last letter of replies with a stop string, among other features."""
     ask = Client.ask
 

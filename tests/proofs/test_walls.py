@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.proofs.walls import ACCOUNTS, play
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_5"])
-async def test_an_exception_in_any_function_fails_its_own_request_alone(
-    family: str, tmp_path: Path
-) -> None:
+async def test_an_exception_in_any_function_fails_its_own_request_alone(family, tmp_path):
     """Others get their tokens, no memory is lost, and what follows is warm."""
     results = await play(family, tmp_path, share=0.005)
     assert len(results) > 5

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 
-import numpy as np
 import pytest
 
 from mlxcache.remote import grid
@@ -44,25 +43,3 @@ def test_servers_agree_on_names_as_far_as_prompts_are_equal():
     assert grid.run_name(one, 256) == grid.run_name(other, 256)
     assert grid.run_name(one, 320) != grid.run_name(other, 320)
     assert grid.run_name(one, 64) != grid.run_name(Chains("else").of(ids), 64)
-
-
-def test_a_tail_may_end_at_any_whole_block_of_the_cell_that_is_not_known():
-    assert grid.tail_ends(256, 256, 500, 256) == [320, 384, 448]
-    assert grid.tail_ends(256, 330, 5000, 256) == [384, 448]
-    assert grid.tail_ends(256, 256, 300, 256) == []
-
-
-def test_checkpoints_of_a_prompt_are_told_from_others_by_their_names():
-    ids = tokens(700)
-    chain, other = Chains("space").of(ids), Chains("space").of(branch(ids, 600, 700))
-    names = [grid.checkpoint_name(chain, at, 256) for at in (530, 600, 690)]
-    names += [grid.checkpoint_name(other, 650, 256), "v1/space/ckpt/x/5", "9999999999-aa", "a-b"]
-    assert all(name.startswith(grid.checkpoint_prefix(chain, 512, 256)) for name in names[:4])
-    assert grid.checkpoint_positions(chain, names, 650) == [530, 600]
-    assert grid.checkpoint_positions(chain, names, 700) == [530, 600, 690]
-
-
-def test_a_name_stands_for_the_cell_of_its_last_block():
-    ends = np.arange(64, 1025, 64)
-    assert {grid.cell_start(int(end), 256) for end in ends} == {0, 256, 512, 768}
-    assert grid.cell_start(256, 256) == 0

@@ -38,15 +38,12 @@ class Answer:
 
 
 class Api:
-    """One server."""
-
     def __init__(self, served: Served):
         self.served = served
         self.url = served.url
         self.http = httpx.Client(base_url=self.url, timeout=120)
 
     def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
-        """The response to a JSON body, or to bytes as they are."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         return self.http.post(path, content=data, headers=headers)
 
@@ -103,17 +100,14 @@ class Api:
         )
 
     def count(self, **body: Any) -> int:
-        """Return the count of count_tokens for a body."""
         response = self.post(COUNT, {"model": "m"} | body)
         assert response.status_code == 200, response.text
         return int(response.json()["input_tokens"])
 
     def record(self, id: str) -> dict[str, Any]:
-        """Return the record of a request."""
         return dict(self.http.get(f"/v1/requests/{id}").json())
 
     def finished(self, id: str) -> dict[str, Any]:
-        """Return the record of a request once it is over."""
         until(lambda: self.record(id)["status"] == "done", 10, lambda: str(self.record(id)))
         return self.record(id)
 
@@ -162,14 +156,12 @@ def until(
 
 
 def request(path: str, body: Any, *headers: str) -> bytes:
-    """An HTTP request as bytes."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     lines = [f"POST {path} HTTP/1.1", "Host: x", f"Content-Length: {len(data)}", *headers]
     return "\r\n".join([*lines, "", ""]).encode() + data
 
 
 def read_all(sock: socket.socket) -> bytes:
-    """Read until the other end closes."""
     out = bytearray()
     while piece := sock.recv(65536):
         out += piece

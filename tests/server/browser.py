@@ -32,8 +32,6 @@ def installed() -> tuple[str, str] | None:
 
 
 class Browser:
-    """One window."""
-
     def __init__(self, driver: str, capabilities: dict[str, Any]):
         self._http = httpx.Client(base_url=driver, timeout=120)
         made = self._post("/session", {"capabilities": {"alwaysMatch": capabilities}})

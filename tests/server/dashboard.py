@@ -62,7 +62,6 @@ class Page:
         self.until(f"!({SHOWN})", selector, words)
 
     def click(self, selector: str) -> None:
-        """Press a button once it is there."""
         self.until("document.querySelector(args[0])", selector)
         self.run("document.querySelector(args[0]).click();", selector)
 
@@ -71,7 +70,6 @@ class Page:
         self.click(f'[data-id="{session}"] .acts button[title^="{name}"]')
 
     def write(self, selector: str, text: str) -> None:
-        """Put text into a field."""
         script = "const e = document.querySelector(args[0]); e.value = args[1];"
         self.run(f"{script} e.dispatchEvent(new Event('input'));", selector, text)
 

@@ -24,7 +24,6 @@ Request = tuple[str, dict[str, Any], dict[str, str]]
 
 
 def read_json(name: str) -> Any:
-    """The file `name` beside this module."""
     return json.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
 
 
@@ -41,7 +40,6 @@ def read_recording(name: str) -> dict[str, Any]:
 
 
 def _extended(before: dict[str, Any], one: dict[str, Any]) -> dict[str, Any]:
-    """A request that extends `before`."""
     messages = [*before["body"]["messages"][: one["same"]], *one["body"]["messages"]]
     body = before["body"] | one["body"] | {"messages": messages}
     return before | {"like": one["like"], "body": body}

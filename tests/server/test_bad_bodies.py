@@ -8,16 +8,10 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from tests.api.test_fuzz import bodies, values
 from tests.server.api import CHAT, COMPLETIONS, COUNT, MESSAGES, Api, user
 
 PATHS = (CHAT, COMPLETIONS, MESSAGES, COUNT)
-FUZZ = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
 HI = [user("Hi")]
 
 
@@ -43,20 +37,6 @@ def check(response: httpx.Response, *statuses: int) -> None:
         assert isinstance(body["error"]["type"], str)
     else:
         assert set(body["error"]) == {"message", "type", "param", "code"}
-
-
-@pytest.mark.parametrize("path", PATHS)
-@FUZZ
-@given(data=st.data())
-def test_a_body_that_is_nearly_right(strict: Api, path: str, data: st.DataObject) -> None:
-    check(strict.post(path, data.draw(bodies(path))), 200, 400)
-
-
-@pytest.mark.parametrize("path", PATHS)
-@FUZZ
-@given(value=values | st.binary(max_size=64))
-def test_anything_at_all(strict: Api, path: str, value: Any) -> None:
-    check(strict.post(path, value), 400)
 
 
 def nested(depth: int) -> str:

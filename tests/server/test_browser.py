@@ -148,9 +148,7 @@ PLACES = {
         (EVIL, "another port"),
     ],
 )
-def test_a_page_of_another_origin(
-    browser: Browser, victim: Api, site: int, place: str, host: str
-) -> None:
+def test_a_page_of_another_origin(browser, victim, site, place, host):
     """Whatever it sends, nothing is read, generated, warmed, cleared, restored or exported."""
     tried = attempts(victim, victim.url.replace("127.0.0.1", host))
     before = state(victim)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from mlxcache.api.app import create_app
 from mlxcache.config import Settings
 from mlxcache.engine.engine import Engine
 from tests.api.fake import OneModel
-from tests.conftest import ToyMaker
 from tests.server.api import CHAT, MESSAGES, user
 
 BODY: dict[str, Any] = {"model": "m", "messages": [user("Hi")], "max_tokens": 2}
@@ -29,9 +27,7 @@ def change(file: Path) -> None:
     [(change, "has changed"), (Path.unlink, "cannot be read")],
     ids=["changed", "removed"],
 )
-async def test_health_names_the_file_until_it_is_as_it_was(
-    toy: ToyMaker, tmp_path: Path, damage: Callable[[Path], None], said: str
-) -> None:
+async def test_health_names_the_file_until_it_is_as_it_was(toy, tmp_path, damage, said):
     """Requests get a 503 with the same words; the next one after that is answered."""
     folder = Path(shutil.copytree(toy("llama"), tmp_path / "model"))
     file = folder / "model.safetensors"

@@ -37,7 +37,6 @@ def run(toy: ToyMaker, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run
 
 
 def test_a_turn_feeds_what_is_new_in_it(run: Run) -> None:
-    """In every turn after the first."""
     grown: dict[str, int] = {}
     for request, one in zip(run.requests, RECORDED["requests"], strict=True):
         if "like" not in one:
@@ -48,7 +47,6 @@ def test_a_turn_feeds_what_is_new_in_it(run: Run) -> None:
 
 
 def test_no_loss_is_told(run: Run) -> None:
-    """Neither of a conversation nor of a request for its title, tags or next questions."""
     for request, one in zip(run.requests, RECORDED["requests"], strict=True):
         lost = request["lost"]
         assert lost is None or (lost["reason"], lost["lost_tokens"]) == ("first_seen", 0), request
@@ -57,9 +55,7 @@ def test_no_loss_is_told(run: Run) -> None:
     assert len(side) == 7
 
 
-def test_a_session_has_the_side_requests_of_its_label_and_the_first_words_as_its_title(
-    run: Run,
-) -> None:
+def test_a_session_has_the_side_requests_of_its_label_and_the_first_words_as_its_title(run):
     """Open WebUI and Zed can send a label; the other two have none."""
     listed = run.api.http.get("/v1/sessions").json()["data"]
     titles = {one["title"]: one for one in listed}

@@ -38,9 +38,7 @@ def shown(reply: Any) -> str:
 
 
 class TestSeveral:
-    def test_the_prompt_is_computed_once_and_each_choice_has_its_seed(
-        self, llama: Api, client: openai.OpenAI
-    ) -> None:
+    def test_the_prompt_is_computed_once_and_each_choice_has_its_seed(self, llama, client):
         body: dict[str, Any] = {
             "model": "m",
             "messages": [user(words(700, 400))],
@@ -73,9 +71,7 @@ class TestSeveral:
         greedy = client.chat.completions.create(**body | {"temperature": 0}, n=3)
         assert len({choice.message.content for choice in greedy.choices}) == 1
 
-    def test_several_prompts_are_each_completed_as_alone(
-        self, llama: Api, client: openai.OpenAI
-    ) -> None:
+    def test_several_prompts_are_each_completed_as_alone(self, llama, client):
         wishes: dict[str, Any] = {"model": "m", "max_tokens": 8, "temperature": 0}
         prompts = [words(710, 20), words(711, 5), words(710, 20) + " and"]
         alone = [client.completions.create(prompt=one, **wishes) for one in prompts]
@@ -177,9 +173,7 @@ class TestContinued:
         )
         assert re.fullmatch(" [0-9]{1,4}", reply.choices[0].message.content or "")
 
-    def test_both_sdks_get_the_rest_of_a_message_and_its_next_turn_is_warm(
-        self, thinking: Api
-    ) -> None:
+    def test_both_sdks_get_the_rest_of_a_message_and_its_next_turn_is_warm(self, thinking):
         """A model that thinks first does not, where its answer was begun."""
         openai_sdk = openai.OpenAI(base_url=f"{thinking.url}/v1", api_key="any", max_retries=0)
         claude = anthropic.Anthropic(base_url=thinking.url, api_key="any", max_retries=0)

@@ -470,9 +470,7 @@ def test_no_error_and_no_other_host(page: Page, api: Api) -> None:
     assert {url for url in asked if not url.startswith(own)} == set()
 
 
-def test_whether_the_model_takes_images_is_shown(
-    opened: Page, browser: Browser, toy_muse: Path, tmp_path: Path
-) -> None:
+def test_whether_the_model_takes_images_is_shown(opened, browser, toy_muse, tmp_path):
     assert "takes images" not in opened.text("#model")
     flags = ("--trust-remote-code", "--ram", "200MB")
     with served("--model", str(toy_muse), *flags, home=tmp_path) as server:

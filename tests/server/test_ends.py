@@ -15,7 +15,6 @@ from tests.server.test_faults import Reader
 
 
 def begin(api: Api, path: str, stream: bool) -> Reader:
-    """A request whose prompt takes long."""
     messages = [user(words(len(path) + stream, 6000))]
     body = {"messages": messages, "max_tokens": 5, "stream": stream}
     return Reader(api, path, body, f"{path} {stream}")
@@ -25,7 +24,6 @@ def begin(api: Api, path: str, stream: bool) -> Reader:
     "number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM]
 )
 def test_a_signal_during_a_prefill(toy: ToyMaker, tmp_path: Path, number: int) -> None:
-    """Everyone who waits for an answer gets an error, also those whose stream has begun."""
     with served("--model", str(toy("llama")), home=tmp_path) as running:
         api = Api(running)
         readers = [

@@ -54,9 +54,7 @@ class Reader(threading.Thread):
                 self.text += piece
 
 
-def test_a_dead_mlx_thread_ends_the_process_and_the_next_one_is_warm(
-    toy: ToyMaker, home: Path
-) -> None:
+def test_a_dead_mlx_thread_ends_the_process_and_the_next_one_is_warm(toy, home):
     """Everyone who waits is told at once, /health says why, and what was committed is on disk."""
     first, unfinished = [user(words(1, 200))], [user(words(2, 200))]
     with faulty(toy("llama"), home, "--concurrency", "2") as (api, faults):

@@ -54,9 +54,7 @@ def disk(api: Api) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("fault", "words_"), [("full", "full"), ("locked", "Read-only")])
-def test_a_disk_that_takes_nothing_costs_no_reply(
-    api: Api, faults: Faults, fault: str, words_: str
-) -> None:
+def test_a_disk_that_takes_nothing_costs_no_reply(api, faults, fault, words_):
     """One line in the log, the next turn warm from RAM; all is written once that is possible."""
     faults.put(fault)
     seed = len(fault)
@@ -87,9 +85,7 @@ def test_a_disk_that_takes_nothing_costs_no_reply(
         ("malloc", 4, "Unable to allocate"),
     ],
 )
-def test_what_breaks_under_one_request_is_told_to_it_alone(
-    pair: tuple[Api, Faults], faults: Faults, path: str, case: tuple[str, object, str]
-) -> None:
+def test_what_breaks_under_one_request_is_told_to_it_alone(pair, faults, path, case):
     """A 500 in its API's shape, a line in the log; the same again is served, and is right."""
     (api, _), (fault, measure, said) = pair, case
     body = SHORT | TALK | {"messages": [user(f"{fault} at {path}?")]}

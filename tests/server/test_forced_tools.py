@@ -73,9 +73,7 @@ class TestOpenAI:
         assert not (reply.choices[0].message.content or "").strip()
 
     @pytest.mark.parametrize("stream", [False, True])
-    def test_a_schema_that_cannot_be_followed_is_refused_before_the_headers(
-        self, sdk: openai.OpenAI, stream: bool
-    ) -> None:
+    def test_a_schema_that_cannot_be_followed_is_refused_before_the_headers(self, sdk, stream):
         """By the tool's name, the keyword and its place."""
         schema = {"type": "object", "properties": {"a": {"not": {"type": "string"}}}}
         tool: Any = {"type": "function", "function": {"name": "Bad", "parameters": schema}}
@@ -137,9 +135,7 @@ class TestAnthropic:
     @pytest.mark.parametrize(
         "choice", [{"type": "any"}, {"type": "tool", "name": "turn"}], ids=["any", "tool"]
     )
-    def test_streamed_arguments_add_up_to_the_input(
-        self, claude: anthropic.Anthropic, choice: Any
-    ) -> None:
+    def test_streamed_arguments_add_up_to_the_input(self, claude, choice):
         asked: dict[str, Any] = {
             "model": "any",
             "max_tokens": 400,

@@ -28,7 +28,6 @@ def serve(model: Path, cache: Path, home: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def kept(toy: ToyMaker, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache folder with two sessions on disk, left by a server."""
     home = tmp_path_factory.mktemp("home")
     with serve(toy("llama"), home / "cache", home) as server:
         api = Api(server)
@@ -46,14 +45,12 @@ def kept(toy: ToyMaker, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def disk(tmp_path: Path, kept: Path) -> Iterator[Path]:
-    """A file system of 8 MB with that folder."""
     with small_disk(tmp_path / "disk", 8) as place:
         shutil.copytree(kept, place / "cache")
         yield place
 
 
 def run(*arguments: str) -> Any:
-    """Run a command; return what it prints with --json."""
     done = CliRunner().invoke(app, [*arguments, "--json"])
     assert done.exit_code == 0, done.output
     return json.loads(done.stdout)
@@ -87,9 +84,7 @@ def test_commands_without_a_server_free_a_full_disk(disk: Path) -> None:
     assert run("sessions", *cache)["data"] == []
 
 
-def test_a_server_on_a_full_disk_serves_and_its_commands_free_it(
-    disk: Path, toy: ToyMaker, tmp_path: Path
-) -> None:
+def test_a_server_on_a_full_disk_serves_and_its_commands_free_it(disk, toy, tmp_path):
     """What is there is restored; conversations in RAM alone are listed, and can be removed."""
     fill(disk)
     with serve(toy("llama"), disk / "cache", tmp_path) as server:
@@ -121,9 +116,7 @@ def test_a_server_on_a_full_disk_serves_and_its_commands_free_it(
         assert server.stop() == 0
 
 
-def test_a_server_on_a_read_only_disk_restores_what_is_there(
-    disk: Path, toy: ToyMaker, tmp_path: Path
-) -> None:
+def test_a_server_on_a_read_only_disk_restores_what_is_there(disk, toy, tmp_path):
     """It lists sessions, those since its start included, and changes them once it can."""
     mount(disk, "remount,ro")
     with serve(toy("llama"), disk / "cache", tmp_path) as server:

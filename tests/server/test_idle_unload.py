@@ -73,9 +73,7 @@ def new_tokens(record: dict[str, Any], before: dict[str, Any]) -> int:
 
 
 @pytest.mark.parametrize("names", [("one",)])
-def test_the_memory_of_idle_models_is_given_back(
-    paths: dict[str, Path], tmp_path: Path, empty: int, names: tuple[str, ...]
-) -> None:
+def test_the_memory_of_idle_models_is_given_back(paths, tmp_path, empty, names):
     flags = arguments(paths, tmp_path, *names)
     with served(*flags, "--ram", "1.8GB", "--idle-unload", "2s", home=tmp_path) as server:
         api, pid = Api(server), server.process.pid

@@ -155,7 +155,6 @@ def large_tree(api: Api) -> int:
 @pytest.mark.slow
 @pytest.mark.skipif(installed() is None, reason="no browser with its driver")
 def test_the_dashboard_shows_each_model(api: Api, tmp_path: Path) -> None:
-    """A bar with its state, and the model of each request."""
     ask(api, "small", [user(words(21, 40))])
     with browsing(tmp_path) as browser:
         page = Page(browser, api.url, tmp_path)
@@ -171,7 +170,6 @@ def test_the_dashboard_shows_each_model(api: Api, tmp_path: Path) -> None:
 
 
 def test_figures_count_all_models(api: Api) -> None:
-    """Requests, tokens, bytes and the metrics, as the records and the models' states have them."""
     for name, turn in (("large", 11), ("small", 12), ("small", 13)):
         ask(api, name, [user(words(turn, 60))])
     records = api.http.get("/v1/requests?limit=1000").json()["data"]
@@ -234,9 +232,7 @@ class TestOneAtATime:
         assert sum(loads.values()) >= 18, loads
 
     @pytest.mark.slow
-    def test_no_weights_are_read_while_the_other_models_reply_is_written(
-        self, one_fits: Api
-    ) -> None:
+    def test_no_weights_are_read_while_the_other_models_reply_is_written(self, one_fits):
         api = one_fits
         for name in ("small", "large"):
             ask(api, name, [user("Hello.")])

@@ -26,7 +26,6 @@ CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 
 @pytest.fixture
 async def engine(toy: ToyMaker, tmp_path: Path) -> AsyncIterator[Engine]:
-    """A running engine with a toy model."""
     running = Engine(Settings(model=str(toy("llama")), cache_dir=tmp_path, ram="200MB", disk="off"))
     await running.start()
     yield running
@@ -41,7 +40,6 @@ async def client(engine: Engine) -> AsyncIterator[httpx.AsyncClient]:
 
 
 async def text_of(client: httpx.AsyncClient, path: str, *, stream: bool) -> str:
-    """The text of a reply, streamed or not."""
     response = await client.post(path, json=BODY | {"stream": stream})
     assert response.status_code == 200, response.text
     if not stream:
@@ -59,9 +57,7 @@ async def text_of(client: httpx.AsyncClient, path: str, *, stream: bool) -> str:
     return "".join(texts)
 
 
-async def test_a_name_is_put_back_in_every_kind_of_reply(
-    engine: Engine, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_name_is_put_back_in_every_kind_of_reply(engine, client, monkeypatch):
     """A piece of what the toy says, several tokens long, stands for a stable UUID here."""
     said = await text_of(client, CHAT, stream=False)
     name = said[9:29]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import pytest
 from mlxcache.api.app import create_app
 from mlxcache.safetensors import read_header
 from tests.api.fake import OneModel
-from tests.conftest import ToyMaker
 from tests.engine.running import started
 from tests.server.api import CHAT, user, words
 from tests.store.session_of import poisoned
@@ -48,12 +46,7 @@ async def files_of(client: httpx.AsyncClient, folder: Path) -> tuple[int, Any, l
     ],
     ids=["plain", "scales", "recurrent"],
 )
-async def test_what_is_not_finite_is_a_400(
-    toy: ToyMaker,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    case: tuple[str, Mapping[str, Any], str],
-) -> None:
+async def test_what_is_not_finite_is_a_400(toy, tmp_path, monkeypatch, case):
     """Snapshots and prompt caches of mlx-lm. As they were, both are imported."""
     family, settings, tensor = case
     cache = tmp_path / "cache"

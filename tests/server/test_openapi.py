@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from tests.conftest import ToyMaker
 from tests.forked import served
 from tests.server.api import Api
 
@@ -67,9 +65,7 @@ def attack(url: str, cases: int) -> tuple[int, float]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_two_thousand_requests_find_nothing_that_the_document_does_not_say(
-    toy: ToyMaker, tmp_path: Path
-) -> None:
+def test_two_thousand_requests_find_nothing_that_the_document_does_not_say(toy, tmp_path):
     model = str(toy("llama", emits={"<|im_end|>": 20}))
     limits = ("--context", "2000", "--max-tokens", "9", "--ram", "200MB")
     with served("--model", model, *limits, home=tmp_path) as server:

@@ -75,7 +75,6 @@ def made(loose: Served, folder: Path) -> Path:
 
 
 def test_nothing_is_anybody_elses(made: Path, folder: Path) -> None:
-    """Whatever was written."""
     kinds = {path.suffix for path in folder.rglob("*") if path.is_file()}
     assert {".safetensors", ".sqlite", ".json"} <= kinds
     assert len(list((folder / "b" / "said").iterdir())) == 2

@@ -135,9 +135,7 @@ class TestExplained:
             replies.append(llama.post("/v1/responses", body).json())
         return replies
 
-    def test_the_conversation_before_comes_from_the_server(
-        self, llama: Api, toy: ToyMaker, tmp_path: Path
-    ) -> None:
+    def test_the_conversation_before_comes_from_the_server(self, llama, toy, tmp_path):
         """More items than one page of a list has."""
         limits = {"max_output_tokens": 8, "temperature": 0, "instructions": words(1, 40)}
         many = [{"role": "user", "content": word} for word in words(2, 110).split()]
@@ -155,9 +153,7 @@ class TestExplained:
         assert found["lost"] is None
         assert found["shared_tokens"] > 110
 
-    def test_a_response_that_the_server_does_not_have_is_an_error(
-        self, llama: Api, tmp_path: Path
-    ) -> None:
+    def test_a_response_that_the_server_does_not_have_is_an_error(self, llama, tmp_path):
         body = {"input": "And then?", "previous_response_id": "resp_of_another"}
         (tmp_path / "b.json").write_text(json.dumps(body), encoding="utf-8")
         ran = CliRunner().invoke(app, ["explain", str(tmp_path / "b.json"), "--url", llama.url])

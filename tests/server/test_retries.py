@@ -130,9 +130,7 @@ def test_two_clients_that_ask_the_same_each_get_their_answer(llama: Api) -> None
     [(CHAT, ("server_error", "deadline_exceeded")), (MESSAGES, ("timeout_error",))],
 )
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_a_request_whose_time_is_over(
-    llama: Api, path: str, kind: tuple[str, ...], stream: bool
-) -> None:
+def test_a_request_whose_time_is_over(llama, path, kind, stream):
     """504 in the API's own shape; in a stream that has begun an error event, and then the end."""
     session = f"late {path} {stream}"
     body = {"model": "m", "messages": [user(words(9, 50) + session)], "max_tokens": 60_000}

@@ -141,7 +141,6 @@ def configured(path: Path, servers: list[Served], port: int) -> str:
 
 @contextmanager
 def running(command: list[str], port: int) -> Iterator[str]:
-    """Run a router in the foreground; yield its address."""
     process = subprocess.Popen(command)
     try:
         end = time.monotonic() + 20
@@ -252,7 +251,6 @@ def after(farm: Farm, conversations: list[Conversation], homes: dict[str, int]) 
 
 
 def test_haproxy_moves_conversations_of_a_killed_server(farm: Farm, tmp_path: Path):
-    """Only its own requests in flight fail; its conversations are warm on the others."""
     with haproxy(farm.servers, tmp_path) as url:
         conversations, homes = begin(url, farm)
         lose(farm, conversations, homes, 0, kill)
@@ -271,7 +269,6 @@ def test_haproxy_moves_conversations_of_a_frozen_server(farm: Farm, tmp_path: Pa
 
 
 def test_nginx_moves_conversations_of_a_killed_server(farm: Farm, tmp_path: Path):
-    """Only its own requests in flight fail; its conversations are warm on the others."""
     with nginx(farm.servers, tmp_path) as url:
         conversations, homes = begin(url, farm)
         lose(farm, conversations, homes, 0, kill)

@@ -11,7 +11,6 @@ import base64
 import json
 import re
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -131,7 +130,6 @@ class ClaudeCode:
         self.messages.append({"role": "user", "content": content})
 
     def send(self, api: Api) -> str:
-        """Ask for the next reply; the id of the request."""
         client = anthropic.Anthropic(base_url=api.url, api_key="any", max_retries=0)
         tool = {"type": "object", "properties": {}, "additionalProperties": {"type": "string"}}
         noise = f"x-anthropic-billing-header: cch={len(self.messages):05x};"
@@ -187,7 +185,6 @@ class OpenAISdk:
         self.messages.append(message)
 
     def send(self, api: Api) -> str:
-        """Ask for the next reply; the id of the request."""
         client = openai.OpenAI(base_url=f"{api.url}/v1", api_key="any", max_retries=0)
         parameters = {"type": "object", "additionalProperties": {"type": "string"}}
         tools: Any = [
@@ -252,9 +249,7 @@ def _muse_call(found: re.Match[str]) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("client", [ClaudeCode, OpenAISdk])
-def test_every_turn_feeds_what_is_new_in_it(
-    model: Path, client: Callable[[], Client], tmp_path: Path
-) -> None:
+def test_every_turn_feeds_what_is_new_in_it(model, client, tmp_path):
     """Also behind images, and when the server was started again in between.
 
     An image that the client drops at the end costs what is behind it, and nothing a turn later.

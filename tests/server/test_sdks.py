@@ -35,7 +35,6 @@ def claude(thinking: Api) -> anthropic.Anthropic:
 
 
 def text_of(chunks: Any) -> tuple[str, Any]:
-    """A streamed reply's text, and its usage."""
     text, usage = "", None
     for chunk in chunks:
         text += (chunk.choices[0].delta.content or "") if chunk.choices else ""
@@ -120,9 +119,7 @@ class TestAnthropic:
         assert again.cache_read_input_tokens == sum(parts) - 1
 
     @pytest.mark.parametrize("mode", ["adaptive", "disabled"])
-    def test_a_reply_that_comes_back_with_its_thinking_is_counted(
-        self, claude: anthropic.Anthropic, mode: str
-    ) -> None:
+    def test_a_reply_that_comes_back_with_its_thinking_is_counted(self, claude, mode):
         """With tools, a document, an effort and a text to go on with."""
         source = {"type": "text", "media_type": "text/plain", "data": words(61, 30)}
         document = {"type": "document", "title": "T", "source": source}

@@ -55,7 +55,6 @@ def of(server: Served, key: str) -> Api:
 
 @pytest.fixture(scope="module")
 def both(server: Served) -> tuple[Api, Api, str]:
-    """Both people, and a conversation of the first one's."""
     alice, bob = of(server, ALICE), of(server, BOB)
     first = alice.chat([user(TEXT)], prompt_cache_key="work")
     assert first.cached < 5, "no more than the template's first words, which were warmed"
@@ -81,7 +80,6 @@ def test_a_prompt_warmed_at_the_start_is_warm_for_each(both: tuple[Api, Api, str
 
 
 def test_another_persons_session_is_404_for_every_verb(both: tuple[Api, Api, str]) -> None:
-    """With the message for an unknown id."""
     alice, bob, id = both
     before = alice.http.get(f"/v1/sessions/{id}").json()
     asked: list[tuple[str, str, Any]] = [
@@ -153,9 +151,7 @@ def test_a_person_clears_what_is_the_persons(both: tuple[Api, Api, str]) -> None
     assert bob.http.post("/v1/cache/prune?limit_bytes=0").status_code == 403
 
 
-def test_no_path_that_a_client_names_is_read_or_written(
-    both: tuple[Api, Api, str], server: Served
-) -> None:
+def test_no_path_that_a_client_names_is_read_or_written(both, server):
     """An id is looked up in a table, a name is a text, and a file's name is the server's."""
     alice, _, id = both
     secret = "../../../../../../etc/passwd"
@@ -177,9 +173,7 @@ def test_no_path_that_a_client_names_is_read_or_written(
     assert label.status_code == 200
 
 
-def test_a_command_without_a_server_sees_all_and_no_key_is_anywhere(
-    both: tuple[Api, Api, str], server: Served, home: Path
-) -> None:
+def test_a_command_without_a_server_sees_all_and_no_key_is_anywhere(both, server, home):
     """It reads files that its user may read anyway."""
     _, bob, id = both
     bob.chat([user(TEXT)], prompt_cache_key="work")

@@ -46,8 +46,6 @@ RECORDED = recording.read_recording("six_clients.json")
 
 
 class Run(recording.Run):
-    """The recording, played once."""
-
     def get(self, path: str) -> Any:
         return self.api.http.get(path).json()
 
@@ -106,7 +104,6 @@ def test_every_session_is_named_by_its_own_first_words(run: Run) -> None:
 
 
 def test_a_turn_feeds_what_is_new_in_it(run: Run) -> None:
-    """If the client's prompt only grows."""
     grown = 0
     for request, one in zip(run.requests, RECORDED["requests"], strict=True):
         if "like" not in one or request["client"] in CHANGING:
@@ -155,7 +152,6 @@ def test_top_prints_the_requests_and_sessions_of_the_api(run: Run) -> None:
 
 
 def test_the_dashboard_gets_the_requests_and_sessions_of_the_api(run: Run) -> None:
-    """And `top --json` gets what the dashboard gets."""
     rows = {row["id"]: row for row in run.live["requests"]["data"]}
     assert rows == {row["id"]: row for row in run.requests}
     shown = {one["id"]: one for one in run.live["sessions"]["data"]}
@@ -169,7 +165,6 @@ def test_the_dashboard_gets_the_requests_and_sessions_of_the_api(run: Run) -> No
 
 
 def test_the_figures_are_the_sums_of_the_requests(run: Run) -> None:
-    """Those of the cache, of the sessions and of Prometheus."""
     sums = {
         name: sum(request[f"{name}_tokens"] for request in run.requests)
         for name in ("prompt", "cached", "restored", "fed", "generated")

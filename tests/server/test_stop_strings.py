@@ -176,7 +176,6 @@ def run(api: Api, model: str, cases: int) -> None:
 
 @pytest.mark.parametrize("model", ["demo", "llama", "qwen3_5"])
 def test_stop_strings(served: Callable[[str], Api], model: str) -> None:
-    """A reply ends before its stop string, and its next turn feeds only what is new."""
     run(served(model), model, 8)
 
 

@@ -61,9 +61,7 @@ TITLE: dict[str, Any] = {
 
 
 class TestOpenAI:
-    def test_parse_returns_the_model_that_was_asked_for_and_a_stream_the_same(
-        self, sdk: openai.OpenAI
-    ) -> None:
+    def test_parse_returns_the_model_that_was_asked_for_and_a_stream_the_same(self, sdk):
         whole = sdk.chat.completions.parse(
             model="any", messages=ASKED, response_format=Plan, seed=4
         )
@@ -100,9 +98,7 @@ class TestOpenAI:
         assert digits.isdecimal()
 
     @pytest.mark.parametrize("stream", [False, True])
-    def test_a_schema_that_cannot_be_followed_is_refused_before_the_headers(
-        self, sdk: openai.OpenAI, stream: bool
-    ) -> None:
+    def test_a_schema_that_cannot_be_followed_is_refused_before_the_headers(self, sdk, stream):
         schema = {"type": "object", "properties": {"a": {"not": {"type": "string"}}}}
         form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
         with pytest.raises(openai.BadRequestError, match="not") as raised:
@@ -136,9 +132,7 @@ class TestAnthropic:
         assert ends[0]["stop_reason"] == "end_turn"
 
     @pytest.mark.parametrize("stream", [False, True])
-    def test_a_schema_that_cannot_be_followed_is_refused_before_the_headers(
-        self, claude: anthropic.Anthropic, stream: bool
-    ) -> None:
+    def test_a_schema_that_cannot_be_followed_is_refused_before_the_headers(self, claude, stream):
         schema = {"type": "object", "properties": {"a": {"not": {"type": "string"}}}}
         form: Any = {"format": {"type": "json_schema", "schema": schema}}
         with pytest.raises(anthropic.BadRequestError, match=r"properties.*not"):

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import pytest
+from mlx_lm import generate, load
 
 from tests.conftest import ToyMaker
 from tests.server.api import CHAT, MESSAGES, Answer, Api, request, user, words
 from tests.server.conftest import ENCODES_ANEW, Start
-from tests.server.reference import greedy
 
 NEW = 64
 """Tokens beside what is new that a turn may feed."""
@@ -23,8 +25,6 @@ every_family = pytest.mark.parametrize(
 
 @pytest.fixture
 def server(llama: Api, start: Start, toy: ToyMaker) -> Callable[[str], Api]:
-    """The server of a family."""
-
     def of(family: str) -> Api:
         return (
             llama
@@ -35,8 +35,19 @@ def server(llama: Api, start: Start, toy: ToyMaker) -> Callable[[str], Api]:
     return of
 
 
+@lru_cache
+def _loaded(model: Path) -> tuple[Any, Any]:
+    return load(str(model))[:2]
+
+
+def greedy(model: Path, messages: Sequence[Mapping[str, Any]], tokens: int = 24) -> str:
+    """The likeliest `tokens` tokens after a conversation, as text."""
+    network, tokenizer = _loaded(model)
+    prompt = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True)
+    return str(generate(network, tokenizer, prompt, max_tokens=tokens))
+
+
 def converse(api: Api, seed: int, turns: int) -> tuple[list[dict[str, Any]], Answer]:
-    """A conversation of so many turns: its last body and the answer to it."""
     messages = [{"role": "system", "content": words(seed, 60)}]
     before = 0
     for turn in range(turns):
@@ -54,9 +65,7 @@ def converse(api: Api, seed: int, turns: int) -> tuple[list[dict[str, Any]], Ans
 
 
 @every_family
-def test_a_conversation_of_four_turns(
-    server: Callable[[str], Api], toy: ToyMaker, family: str
-) -> None:
+def test_a_conversation_of_four_turns(server, toy, family):
     """Each turn feeds what is new, and the last one's reply is as if all had been fed."""
     messages, answer = converse(server(family), 1000, 4)
     assert answer.cached > 400
@@ -64,9 +73,7 @@ def test_a_conversation_of_four_turns(
 
 
 @every_family
-def test_six_conversations_at_once(
-    server: Callable[[str], Api], toy: ToyMaker, family: str
-) -> None:
+def test_six_conversations_at_once(server, toy, family):
     """Batched or in turn, no conversation's tokens depend on the others."""
     api = server(family)
     with ThreadPoolExecutor(6) as pool:
@@ -87,9 +94,7 @@ def test_six_conversations_at_once(
         ("qwen3_5", MESSAGES, True),
     ],
 )
-def test_a_cancelled_prefill_is_continued_by_its_retry(
-    server: Callable[[str], Api], toy: ToyMaker, family: str, path: str, stream: bool
-) -> None:
+def test_a_cancelled_prefill_is_continued_by_its_retry(server, toy, family, path, stream):
     """A client that disconnects loses nothing: its retry continues from there."""
     api = server(family)
     session = f"{family}{path}{stream}"
@@ -104,9 +109,7 @@ def test_a_cancelled_prefill_is_continued_by_its_retry(
 
 
 @every_family
-def test_a_cancelled_reply_is_continued_by_its_retry(
-    server: Callable[[str], Api], toy: ToyMaker, family: str
-) -> None:
+def test_a_cancelled_reply_is_continued_by_its_retry(server, toy, family):
     """Also in the middle of the reply: its prompt is not computed again."""
     api = server(family)
     messages = [user(words(4000, 50))]
