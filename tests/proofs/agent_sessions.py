@@ -83,7 +83,6 @@ def task(rng: random.Random, prose: Sequence[str]) -> Message:
 
 
 def edit(rng: random.Random, style: Style, name: str, text: str, more: Sequence[str]) -> Message:
-    """An edit of a few lines, by their old and new text."""
     lines = text.split("\n")
     size = rng.randrange(5, 14)
     at = rng.randrange(max(1, len(lines) - size))
@@ -102,7 +101,6 @@ def read(style: Style, name: str, text: str, words: str) -> Iterator[Message]:
 def bash(
     rng: random.Random, style: Style, name: str, text: str, prose: Sequence[str]
 ) -> Iterator[Message]:
-    """A command that searches, with a thought before it, and what it prints."""
     lines = text.split("\n")
     at = rng.randrange(len(lines))
     word = max(re.findall(r"\w+", lines[at]) or ["def"], key=len)

@@ -92,7 +92,6 @@ class Suite:
             self._disk(name)
 
     def trace(self, plan: Replay) -> None:
-        """Play a trace to every server."""
         self.run.trace(self._model(models.for_speed), plan)
 
     def _model(self, make: ModelMaker) -> Path:

@@ -70,7 +70,6 @@ def main(
     tokens: int = 300,
     families: Sequence[str] = FAMILIES,
 ) -> int:
-    """Compare each family; return the number of those that are slower with a draft model."""
     slower = 0
     for family in families:
         with tempfile.TemporaryDirectory() as folder:

@@ -151,7 +151,6 @@ def opened(folder: Path) -> tuple[Store, float]:
 
 
 def times_ms(call: Callable[[int], object], count: int) -> list[float]:
-    """Return the milliseconds of `count` calls, each with its number."""
     found = []
     for number in range(count):
         began = time.perf_counter()
@@ -184,7 +183,6 @@ def _status_mb(name: str) -> float:
 
 
 def measure(folder: Path, prompts: list[Tokens], show: Callable[[str, float], None]) -> None:
-    """Measure starts, lookups, figures, evictions and saves, and show each figure."""
     store, seconds = opened(folder)
     show("first_start_s", seconds)
     store.close()

@@ -121,7 +121,6 @@ class Matrix:
         return self._whole[model]
 
     def try_group(self, group: Group) -> None:
-        """Run the cells with a group, and compare them with those of one process."""
         began = time.monotonic()
         model = self.model(group.family, group.precision)
         folder = self.folder / f"{model.name}-{group.mode}-{group.size}"

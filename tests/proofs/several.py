@@ -56,7 +56,6 @@ async def reply(engine: Engine, ids: Tokens, tokens: int) -> tuple[float, float,
 
 
 def plain_load(folder: Path) -> float:
-    """Return the seconds that `mx.load` takes to read all weights of a model."""
     began = time.perf_counter()
     arrays: Any = mx.load(str(folder / "model.safetensors"))
     mx.eval(arrays)

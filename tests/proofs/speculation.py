@@ -141,7 +141,6 @@ def faults(found: Mapping[tuple[str, str], Speed]) -> Iterator[str]:
 
 
 def main(out: Callable[[str], object] = print) -> int:
-    """Play every shape at every curve; return the number of faults."""
     found: dict[tuple[str, str], Speed] = {}
     out(f"{'shape':12} {'curve':12} {'tokens':>7} {'a pass':>7} {'speed':>6} {'worst':>6}")
     for kind, style in SHAPES:

@@ -81,7 +81,6 @@ def continuation(core: ModelRuntime, ids: Tokens) -> Sequence[int]:
 
 
 async def held(inside: Inside, folder: Path) -> dict[str, float]:
-    """What an engine holds in RAM, and in its files in `folder`."""
     figures = await asyncio.to_thread(inside.engine.measure)
     assert figures is not None
     sizes = await asyncio.to_thread(file_sizes, folder)
@@ -101,7 +100,6 @@ def file_sizes(folder: Path) -> Sequence[int]:
 async def compare(
     folder: Path, out: Callable[[str], object], *, pairs: int, tokens: int, reply: int
 ) -> int:
-    """Play all pairs on the model in `folder`; return how many figures are worse with guesses."""
     async with (
         running_inside(folder / "model", folder / "off", "1GB") as off,
         running_inside(folder / "model", folder / "auto", "1GB", speculate="auto") as auto,
@@ -135,7 +133,6 @@ def main(
     reply: int = 100,
     hidden: int = 384,
 ) -> int:
-    """Compare both on a model of random weights; return the number of figures that are worse."""
     with tempfile.TemporaryDirectory() as folder:
         models.grouped(Path(folder) / "model", hidden)
         return asyncio.run(compare(Path(folder), out, pairs=pairs, tokens=tokens, reply=reply))

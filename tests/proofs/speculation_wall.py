@@ -128,7 +128,6 @@ class Compared:
 
 
 def compare(plain: Bench, costs: PassCosts, shape: tuple[Kind, Style]) -> Compared:
-    """Write the replies of one shape of sessions with guesses and without, in turn."""
     found = Compared()
     for pair in range(PAIRS):
         forms = dict[str, Tokens]()
@@ -158,7 +157,6 @@ def main(
     hidden: int = 384,
     layers: int = 4,
 ) -> int:
-    """Play the shapes of `kinds`, by default all; return how many are slower with guesses."""
     with tempfile.TemporaryDirectory() as folder:
         path = models.grouped(Path(folder) / "model", hidden, layers)
         bench = Oracle(path, chunk=512)

@@ -129,12 +129,10 @@ def while_first_loading(stage: Stage) -> None:
 
 
 def while_reading(stage: Stage) -> None:
-    """Return while the weights of the other model are read again."""
     stage.when(f"{stage.there.model}: loading the weights", stage.ask_there, READ_S)
 
 
 def while_dropping(stage: Stage) -> None:
-    """Return while this model's weights are dropped for the other one."""
     stage.when(f"{stage.here.model}: weights of", stage.ask_there, DROP_S)
 
 

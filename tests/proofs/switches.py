@@ -235,7 +235,6 @@ def idle_cycle(server: Server, talks: list[Conversation], played: Played) -> Res
 
 
 def idle_unloads(folder: Path, weights_bytes: int, unloads: int) -> list[Check]:
-    """Unload both models for being idle again and again, and check what the process holds."""
     empty = empty_bytes(folder)
     paths = make_pair(folder, FAMILIES, weights_bytes, KV_HEADS)
     flags = ("--ram", IDLE_RAM, "--idle-unload", f"{IDLE_S}s")

@@ -19,7 +19,6 @@ PROOFS = (sys.executable, "-m", "tests.proofs")
 
 @pytest.mark.slow
 def test_a_memory_check_is_played_beside_a_scenario(tmp_path: Path) -> None:
-    """The figures of both are in the file."""
     model, file = light(tmp_path / "model"), tmp_path / "out.json"
     args = ["--model", str(model), "--tokens", "512", "--runs", "1", "--json", str(file)]
     args += ["--no-mlx-lm", "--only", "warm", "--only", "shared_system"]

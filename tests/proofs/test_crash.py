@@ -13,7 +13,6 @@ from tests.proofs.crash import OTHER_FILES, Proof, look
 
 @pytest.mark.slow
 def test_three_kills_cost_nothing(tmp_path: Path) -> None:
-    """Three kinds of model take turns on one folder; then what is lost, strayed or broken shows."""
     proof = Proof(tmp_path, 3, random.Random(5), lambda line: None)
     proof.run(("llama", "qwen3_5", "gemma3"), time.monotonic() + 200)
     assert proof.wrong == []

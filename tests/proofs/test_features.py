@@ -46,7 +46,6 @@ GUIDED: tuple[dict[str, Any], ...] = (
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in MODELS])
 def test_every_familys_replies_are_the_cold_ones(tmp_path: Path, family: str) -> None:
-    """Those that follow a grammar, warm and restored, and some that are drawn."""
     steps = [Step("turn", 0.0, one | {"tokens": 200, "words": 60}) for one in GUIDED]
     steps += [replace(one.without("words"), move="again") for one in steps]
     steps.append(Step("turn", 0.0, GUIDED[2] | {"tokens": 200, "restart": True}))
@@ -59,7 +58,6 @@ def test_every_familys_replies_are_the_cold_ones(tmp_path: Path, family: str) ->
 
 @pytest.mark.slow
 def test_servers_that_are_killed_reply_as_cold_ones(tmp_path: Path) -> None:
-    """As processes of their own, some of which are restarted with SIGKILL."""
     restart = Step("turn", 0.0, {"restart": True, "words": 150})
     with opened("llama", tmp_path, outside=True) as pair:
         for seed in range(600, 604):
@@ -68,7 +66,6 @@ def test_servers_that_are_killed_reply_as_cold_ones(tmp_path: Path) -> None:
 
 
 def test_a_number_makes_the_same_conversation() -> None:
-    """Every feature is drawn."""
     many = [draw_conversation(seed) for seed in range(300)]
     assert many == [draw_conversation(seed) for seed in range(300)]
     drawn = {name for one in many for step in one.steps for name in step.features}

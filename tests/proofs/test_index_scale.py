@@ -11,7 +11,6 @@ from tests.proofs.index_scale import BOUNDS, fill, measure
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
 def test_every_figure_with_a_bound_is_measured(tmp_path):
-    """An index is opened, searched, and files are evicted from it."""
     figures: dict[str, float] = {}
     measure(tmp_path / "store", fill(tmp_path / "store", 400), figures.__setitem__)
     assert figures.keys() > BOUNDS.keys()

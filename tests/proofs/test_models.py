@@ -17,14 +17,12 @@ from tests.toys.tokenizer import toy_tokenizer
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tokenizer in it."""
     path = tmp_path_factory.mktemp("tokenizer")
     (path / "tokenizer.json").write_text(toy_tokenizer(512, False), encoding="utf-8")
     return path
 
 
 def test_lonely_characters_come_back_as_the_tokens_they_were(folder: Path) -> None:
-    """Any two of them in a row, and so any text of them, is encoded one by one."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     letters = lonely_letters(tokenizer.get_vocab())
     assert len(letters) > 10
@@ -33,7 +31,6 @@ def test_lonely_characters_come_back_as_the_tokens_they_were(folder: Path) -> No
 
 
 def test_the_models_speak_in_characters_that_come_back_alone(tmp_path: Path) -> None:
-    """Only they have a row in the head that is not zero, whatever the family calls it."""
     import mlx.core as mx
 
     for make in (windowed, recurrent):

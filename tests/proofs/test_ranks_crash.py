@@ -14,7 +14,6 @@ from tests.proofs.ranks_crash import FREEZE, KILL, Proof
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_killed_and_a_frozen_rank(tmp_path: Path):
-    """Two moments of the proof, and all texts compared."""
     proof = Proof(tmp_path, random.Random(3), print)
     proof.run(2, time.monotonic() + 300)
     assert not proof.wrong

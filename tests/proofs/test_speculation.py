@@ -55,6 +55,5 @@ def test_drafts_that_do_not_pay_are_timed() -> None:
 
 @pytest.mark.slow
 def test_every_shape_at_every_curve() -> None:
-    """The whole table."""
     lines: list[str] = []
     assert main(lines.append) == 0, "\n".join(lines)

@@ -136,7 +136,6 @@ def _code(value: Any) -> Any:
 
 @contextmanager
 def replaced(place: Place, fault: Fault) -> Iterator[None]:
-    """Have the function raise `fault` while the body runs."""
     wrapped = fault.wrap(place.function)
     for owner, name in place.bindings:
         setattr(owner, name, wrapped)
@@ -182,8 +181,6 @@ TALKS = (
 
 @dataclass(frozen=True)
 class Answer:
-    """A reply, or the error in its place."""
-
     text: str = ""
     cached: int = 0
     prompt: int = 0
@@ -198,7 +195,6 @@ class Player:
         self._count = 0
 
     async def ask(self, talk: Talk, messages: Sequence[Mapping[str, Any]]) -> Answer:
-        """Return the whole reply to `messages`."""
         import msgspec
 
         engine, session = self.engine, talk.first[:12]

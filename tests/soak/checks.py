@@ -109,7 +109,6 @@ def check_overshoot(server: SoakServer, ledger: Ledger) -> None:
 
 
 def check_sessions(server: SoakServer, sessions: SessionTracker, ledger: Ledger) -> None:
-    """Check that no session and no durable token is lost."""
     known = sessions.expected()
     found = get_json(server, "/v1/sessions?limit=100000", ledger)
     if found is None:

@@ -103,7 +103,6 @@ class Step:
 
 
 def draw_rounds(seed: int, families: tuple[str, ...], seconds: float) -> Iterator[Round]:
-    """Yield the rounds of a seed, without end."""
     rng = random.Random(f"{seed} rounds")
     faults = _deck(rng, [*LASTING, *COUNTED])
     files = _deck(rng, FILES)
@@ -153,7 +152,6 @@ def _fault(rng: random.Random, name: str, place: Place, seconds: float) -> Fault
 
 
 def draw_steps(seed: int, agent: str) -> Iterator[Step]:
-    """Yield the steps of an agent, without end."""
     rng = random.Random(f"{seed} {agent}")
     kinds, weights = list(STEPS), list(STEPS.values())
     while True:

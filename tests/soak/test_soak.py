@@ -32,7 +32,6 @@ def ledger() -> Ledger:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("minutes", [0.9, 1.8])
 def test_minutes_under_agents_faults_and_kills(tmp_path: Path, minutes: float) -> None:
-    """Servers of one family under two agents, killed, damaged and cleared: no violation."""
     lines: list[str] = []
     soak = Soak(tmp_path, 3, ("llama",), lines.append, agents=2, pause=0.4)
     soak.run(minutes, 12.0)

@@ -66,13 +66,11 @@ class Reply:
     complete: bool = False
 
     def usage(self, prompt: int, cached: int, generated: int, reasoning: int = 0) -> None:
-        """Note the counts of tokens."""
         self.prompt, self.cached, self.generated = prompt, cached, generated
         self.reasoning = reasoning
 
     @property
     def pieces(self) -> bool:
-        """True if anything of a reply came."""
         return any(one.text or one.thinking or one.calls for one in self.choices)
 
 
@@ -129,8 +127,6 @@ def function(tool: Mapping[str, Any]) -> Json:
 
 
 class Chat:
-    """OpenAI's chat completions."""
-
     path = "/v1/chat/completions"
 
     def user(self, text: str) -> Entry:
@@ -359,8 +355,6 @@ class Messages:
 
 
 class Responses:
-    """OpenAI's responses."""
-
     path = "/v1/responses"
 
     def user(self, text: str) -> Entry:
@@ -451,7 +445,6 @@ APIS: Mapping[ApiName, Api] = {
 
 
 def of_index(reply: Reply, index: int) -> Said:
-    """Return a choice of a stream."""
     while len(reply.choices) <= index:
         reply.choices.append(Said())
     return reply.choices[index]

@@ -166,7 +166,6 @@ APART = (("n", "cancel"), ("ids", "odd"), ("echo", "logprobs"), ("call", "contin
 
 
 def draw_conversation(seed: int) -> Conversation:
-    """Return the conversation with this number."""
     rng = random.Random(f"conversation {seed}")
     api: ApiName = rng.choices(_ALL, (5, 2, 3, 3))[0]
     tools = api != "completions" and rng.random() < 0.3

@@ -64,8 +64,6 @@ the prompt as well."""
 
 
 class MlxLm:
-    """A model in mlx-lm, with a tokenizer."""
-
     def __init__(self, path: Path):
         self._model, self.tokenizer = mlx_lm.load(str(path))[:2]
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
@@ -76,11 +74,9 @@ class MlxLm:
         return features.keys() <= OWN and not {"bias", "repetition"} <= features.keys()
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, whose control tokens are tokens."""
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Return the prompt of a conversation."""
         return list(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True))
 
     def complete(self, ids: Sequence[int], wishes: Features, *, blank: bool) -> str:
@@ -304,7 +300,6 @@ class Play:
             said.text = said.text.removeprefix(prompt)
 
     def _text(self, talk: Sequence[Entry]) -> str:
-        """Return the prompt of a text completion."""
         return "".join([self.system, *(item for entry in talk for item in entry.items)])
 
     def _cold(self, body: Json) -> Reply:
@@ -431,7 +426,6 @@ class Play:
         return "call" in wishes, wishes.get("think") if self.pair.thinks else None, "ids" in wishes
 
     def _check_format(self, reply: Reply, wishes: Features) -> None:
-        """A reply that came to its end is in its format, and its calls fit the tools."""
         schemas = {tool["name"]: tool["parameters"] for tool in TOOLS}
         for said in reply.choices:
             for _, name, arguments in said.calls:

@@ -183,8 +183,6 @@ def _wait_for(done: Callable[[], bool]) -> None:
 
 
 class Client:
-    """A client of one server."""
-
     def __init__(self, host: Host):
         self.host = host
         self._http = httpx.Client(timeout=WAIT_S)
