@@ -136,7 +136,6 @@ def warnings(layout: Layout, *, context: int, weights: int, ram: int, machine: i
     """Return warnings to log at the start; empty if model and cache fit the machine's memory."""
     found = []
     one = context * layout.bytes_per_token + layout.running_bytes + layout.checkpoint_bytes
-    one += pool_bytes(ram) + transient_bytes(ram)
     if weights + one > machine:
         found.append(
             f"the model ({format_size(weights)}) and one full context of {context} tokens "

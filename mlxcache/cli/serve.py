@@ -18,7 +18,7 @@ from mlxcache.cli.log import configure_logging
 from mlxcache.cli.options import SERVICE, Config, Flags, with_settings
 from mlxcache.cli.output import console, reporting
 from mlxcache.cli.ranks import RANK, close_input, run_ranks, watch_launcher
-from mlxcache.config import load_settings
+from mlxcache.config import load_settings, machine_bytes, require_memory
 from mlxcache.disk_calls import sync
 from mlxcache.private import create, make_folder
 
@@ -43,6 +43,7 @@ def serve(*, flags: Flags, config: Config = None) -> None:
     """
     with reporting():
         settings = load_settings(flags, os.environ, config)
+        require_memory(settings.ram, machine_bytes())
         if RANK not in os.environ and (settings.hosts or settings.hostfile):
             raise typer.Exit(run_ranks(settings, sys.argv[1:]))
         if RANK in os.environ:

@@ -45,7 +45,6 @@ from mlxcache.cli.protocol import Protocol
 from mlxcache.config import Keys, Settings, format_size, read_keys
 from mlxcache.config.models import Route
 from mlxcache.engine.engine import Engine
-from mlxcache.engine.metrics import Tally
 from mlxcache.engine.models import Models
 from mlxcache.errors import MlxcacheError, ModelError, StoreError
 from mlxcache.model.demo import DEMO_NOTICE, REAL_MODEL
@@ -167,7 +166,7 @@ async def _serve(
     await _end(server, serving, models, grace_s=FAILED_S if failed else STOP_S)
     figures = models.figures()
     if figures.get("requests", {}).get("total"):
-        print_run_summary(console, figures, engine.tally)
+        print_run_summary(console, figures)
     if recorder is not None:
         recorder.close()
     if engine.dead.is_set():
@@ -410,21 +409,13 @@ def _disk(used: int, limit: int, reason: str | None) -> str:
     return f"{format_size(limit)}, {format_size(used)} of it used"
 
 
-def print_run_summary(console: Console, figures: Mapping[str, Any], tally: Tally) -> None:
-    """Print what a server did since it started: its requests, their mean times, and reuse."""
+def print_run_summary(console: Console, figures: Mapping[str, Any]) -> None:
     requests, saved = figures["requests"], figures["saved"]
     tokens = {f"{name}_tokens": count for name, count in figures["tokens"].items()}
     kinds = [
         f"{requests[kind]:,} {kind}" for kind in ("cold", "warm", "restored") if requests[kind]
     ]
-    waits = [
-        f"{show.format_duration(times.average)} {kind}"
-        for kind, times in tally.first_token.items()
-        if times.average is not None
-    ]
     lines = [("Requests", f"{requests['total']:,} ({', '.join(kinds)})")]
-    if waits:
-        lines.append(("First token", f"after {', '.join(waits)}, on average"))
     lines.append(("Reused", show.format_reuse(tokens)))
     if saved["tokens"]:
         lines.append(("Time saved", show.format_saved(tokens["cached_tokens"], saved)))

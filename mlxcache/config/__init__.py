@@ -17,6 +17,7 @@ from mlxcache.config.sizes import (
     memory_for,
     parse_size,
     ram_limit,
+    require_memory,
     wired_size,
 )
 from mlxcache.config.sources import default_config_path, load_settings, unknown_variables
@@ -36,6 +37,7 @@ __all__ = [
     "parse_size",
     "ram_limit",
     "read_keys",
+    "require_memory",
     "unknown_variables",
     "wired_size",
 ]

@@ -81,6 +81,15 @@ def parse_size(text: str | int, *, total: int) -> int | None:
     return int(size * total) if isinstance(size, float) else size
 
 
+def require_memory(setting: str | int, machine_bytes: int) -> None:
+    """Raise ConfigError if `setting`, that of --ram, is more than the machine has."""
+    if (parse_size(setting, total=machine_bytes) or 0) > machine_bytes:
+        raise ConfigError(
+            f"--ram {setting} is more than the {format_size(machine_bytes)} of memory here: "
+            "set less, or --ram auto"
+        )
+
+
 def ram_limit(
     setting: str | int, *, machine_bytes: int, working_set_bytes: int | None, weights_bytes: int
 ) -> int:

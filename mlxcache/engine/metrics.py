@@ -62,11 +62,6 @@ class Times:
     def count(self) -> int:
         return sum(self.counts)
 
-    @property
-    def average(self) -> float | None:
-        """Mean duration in seconds; None if nothing was counted."""
-        return self.total_s / self.count if self.count else None
-
 
 def _no_losses() -> Counter[str]:
     return Counter(dict.fromkeys(REASONS, 0))

@@ -153,8 +153,10 @@ def test_model_and_one_full_context_that_do_not_fit_are_warned_of(
     (both,) = warnings(layout, **small, machine=int(1.5 * 10**9))
     assert "1 GB" in both
     assert "--ram" in both
-    found = warnings(layout, context=10**8, weights=10**9, ram=10**9, machine=8 * 10**9)
+    long = {"context": 10**8, "weights": 10**9, "machine": 8 * 10**9}
+    found = warnings(layout, ram=10**9, **long)
     assert len(found) == 1
+    assert warnings(layout, ram=10**12, **long)[0] == found[0]
     assert "one full context of 100000000 tokens" in found[0]
     assert "8 GB" in found[0]
 

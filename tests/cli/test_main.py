@@ -55,6 +55,7 @@ def test_help_shows_every_flag():
         ["serve", "--nope"],
         ["serve", "--port", "eighty"],
         ["serve", "--ram", "lots"],
+        ["serve", "--ram", "500TB"],
         ["serve", "--kv-bits", "3"],
         ["serve", "--disk", "lots"],
         ["serve", "--host", "0.0.0.0"],

@@ -6,7 +6,6 @@ import pytest
 from rich.console import Console
 
 from mlxcache.cli import server, show
-from mlxcache.engine.metrics import Tally
 
 ID = "ses_0123456789ab"
 COLUMNS = (("id", "left"), ("name", "left"), ("tokens", "right"), ("last used", "right"))
@@ -42,15 +41,11 @@ def test_the_end_of_a_run_says_what_guesses_brought(capsys) -> None:
         "tokens": {"prompt": 9, "cached": 0, "restored": 0, "fed": 9},
         "guesses": guesses,
     }
-    server.print_run_summary(
-        Console(no_color=True, highlight=False, force_terminal=False), figures, Tally()
-    )
+    server.print_run_summary(Console(no_color=True, highlight=False, force_terminal=False), figures)
     text = capsys.readouterr().out
     assert "Guesses      900 of 1,200 tokens accepted in 70 passes, 12.5 s saved" in text
     guesses["saved_s"]["history"] = -0.5
-    server.print_run_summary(
-        Console(no_color=True, highlight=False, force_terminal=False), figures, Tally()
-    )
+    server.print_run_summary(Console(no_color=True, highlight=False, force_terminal=False), figures)
     assert "in 70 passes, 0.50 s lost" in capsys.readouterr().out
 
 
