@@ -60,7 +60,7 @@ signal.signal(signal.SIGINT, signal.SIG_DFL)
 runpy.run_module("venv", run_name="__main__", alter_sys=True)
 ' --clear "$VENV"
     fi
-    echo "Installing what mlxcache${extra:+[$extra]} needs, which takes a minute or two ..." >&2
+    echo "Installing what mlxcache${extra:+[$extra]} needs, once: from one to ten minutes ..." >&2
     step "$VENV/bin/python" "$ROOT/bin/_install.py" \
         --constraint "$ROOT/constraints.txt" --editable "$ROOT${extra:+[$extra]}"
     if [ "$extra" = test ]; then # its dependencies are packages that mlxcache does not use

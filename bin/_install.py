@@ -11,12 +11,15 @@ import queue
 import re
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pip
 
+SITE = Path(sysconfig.get_path("purelib"))
 TICK_S = 0.5
 REPORT_S = 10.0
 TAIL_LINES = 25
@@ -49,15 +52,20 @@ def main(arguments: list[str]) -> int:
     said: list[str] = []
     shown = Shown()
     step, part = "asking the package index", ""
+    total = before = 0
     try:
         for line in lines(process):
             done = PROGRESS.fullmatch(line)
             if done:
                 part = f", {int(done[1]) * 100 // max(1, int(done[2]))}%" if int(done[2]) else ""
+            elif line.startswith("Installing collected packages:"):
+                total, before, part = line.count(",") + 1, count_installed(), ""
             elif line:
                 said.append(line)
                 found = describe(line)
                 step, part = (found, "") if found else (step, part)
+            if total:
+                step = f"installed {max(0, count_installed() - before)} of {total} packages"
             shown.show(f"{step}{part}, {time.monotonic() - began:.0f} s")
     except KeyboardInterrupt:
         process.terminate()
@@ -92,10 +100,12 @@ def lines(process: subprocess.Popen[str]) -> Iterator[str]:
         yield line
 
 
+def count_installed() -> int:
+    return sum(1 for _ in SITE.glob("*.dist-info"))
+
+
 def describe(line: str) -> str | None:
     """Return what pip is doing, according to a line of its output; None if unknown."""
-    if line.startswith("Installing collected packages:"):
-        return f"installing {line.count(',') + 1} packages"
     for pattern, words in STEPS:
         if found := re.fullmatch(pattern, line):
             return found.expand(words)

@@ -25,18 +25,20 @@ print("  Downloading mlx_metal-0.32.4-py3-none-any.whl (38.2 MB)")
 for part in (0, 12, 24, 40) if raw else ():
     print(f"Progress {part} of 40", flush=True)
     time.sleep(0.15)
-print("Installing collected packages: mlx, mlxcache")
-time.sleep(0.15)
+print("Installing collected packages: mlx, mlxcache", flush=True)
+time.sleep(0.6)
+os.makedirs(os.environ["PYTHONPATH"] + "/mlx-0.32.4.dist-info", exist_ok=True)
+time.sleep(0.6)
 if "broken" in sys.argv:
     print("ERROR: No matching distribution found for mlx", file=sys.stderr)
     sys.exit(3)
 print("Successfully installed mlx-0.32.4")
 """
 CODE = """
-import sys
+import os, pathlib, sys
 sys.path.insert(0, sys.argv.pop(1))
 import _install
-_install.REPORT_S = 0.1
+_install.REPORT_S, _install.SITE = 0.1, pathlib.Path(os.environ["PYTHONPATH"])
 sys.exit(_install.main(sys.argv[1:]))
 """
 
@@ -68,7 +70,7 @@ def test_a_terminal_shows_one_line_in_place(command: list[str]) -> None:
     assert "\n" not in text
     assert "looking for mlx, 0 s" in text
     assert "downloading mlx_metal (38.2 MB), 30%, 0 s" in text
-    assert "installing 2 packages, " in text
+    assert "installed 1 of 2 packages, " in text
     assert text.endswith("\r\x1b[2K")
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import os
 import re
 import shlex
+import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -140,6 +142,13 @@ def launch_command(url: str, folder: Path) -> str:
     default = Settings()
     found = url == base_url(default.host, default.port) and folder == default.cache_dir
     return f"{own_command()} launch" + ("" if found else f" --url {shlex.quote(url)}")
+
+
+def find_on_path(name: str) -> str | None:
+    """Return the path of a program that is not the clone's own script of that name."""
+    folders = os.environ.get("PATH", os.defpath).split(os.pathsep)
+    others = [one for one in folders if Path(one or ".").resolve() != CLONE / "bin"]
+    return shutil.which(name, path=os.pathsep.join(others))
 
 
 def own_sources(folder: Path, clone: Path = CLONE) -> bool:

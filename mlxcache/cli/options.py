@@ -186,8 +186,6 @@ def find_server(url: str | None, api_key: str | None, cache_dir: Path | None = N
     settings = load_settings({"cache_dir": cache_dir, "api_key": api_key}, os.environ)
     folder = settings.cache_dir
     asked = named_url(url, cache_dir)
-    if asked and "://" not in asked:
-        raise ConfigError(f"--url must be an address such as http://127.0.0.1:8081, not {asked!r}")
     users = {one.id: one.url for one in servers(folder)}
     urls, anywhere = list(users.values()), False
     if asked:
@@ -211,7 +209,8 @@ def find_server(url: str | None, api_key: str | None, cache_dir: Path | None = N
 
 def named_url(url: str | None, cache_dir: Path | None) -> str | None:
     """Return the address given by --url or, without --cache-dir, by MLXCACHE_URL; else None."""
-    return url or (os.environ.get(URL_VARIABLE) if cache_dir is None else None) or None
+    asked = url or (os.environ.get(URL_VARIABLE) if cache_dir is None else None) or None
+    return f"http://{asked}" if asked and "://" not in asked else asked
 
 
 def _open_folder(settings: Settings) -> Offline:

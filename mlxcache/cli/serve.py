@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
@@ -34,14 +35,19 @@ RECENT_S = 3600.0
 log = logging.getLogger("mlxcache.server")
 
 
+Models = Annotated[list[str] | None, typer.Argument(metavar="MODEL", help="As --model.")]
+
+
 @with_settings()
-def serve(*, flags: Flags, config: Config = None) -> None:
+def serve(models: Models = None, *, flags: Flags, config: Config = None) -> None:
     """Serve a model to coding agents, over the OpenAI and the Anthropic API.
 
     Without --model a small built-in demo is served. Every flag is also a variable (--max-tokens:
     MLXCACHE_MAX_TOKENS) and a key of config.toml.
     """
     with reporting():
+        if models:
+            flags = {**flags, "model": [*models, *flags.get("model", ())]}
         settings = load_settings(flags, os.environ, config)
         require_memory(settings.ram, machine_bytes())
         if RANK not in os.environ and (settings.hosts or settings.hostfile):

@@ -295,9 +295,14 @@ def snapshot(
     id: Id,
     *,
     output: Annotated[
-        Path,
-        typer.Option("--output", "-o", metavar="FILE", dir_okay=False, help="The file to write."),
-    ],
+        Path | None,
+        typer.Option(
+            *("--output", "-o"),
+            metavar="FILE",
+            dir_okay=False,
+            help="The file to write. Default: the session's id, with .safetensors.",
+        ),
+    ] = None,
     format: Annotated[
         Format,
         typer.Option(help="mlx-lm writes a file for mlx_lm.generate --prompt-cache-file."),
@@ -310,9 +315,10 @@ def snapshot(
     """
     if str(output) == "-":
         raise ConfigError("--output must be a file: a snapshot cannot go to standard output")
-    _confirm_replacing(output, yes=yes)
     sessions = where.sessions()
     one = find_session(sessions, id)
+    output = output or Path(f"{one['id']}.safetensors")
+    _confirm_replacing(output, yes=yes)
     part = output.with_name(f".{output.name}.part")
     try:
         with byte_bar("writing") as progress:

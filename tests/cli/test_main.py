@@ -55,6 +55,7 @@ def test_help_shows_every_flag():
         ["serve", "--nope"],
         ["serve", "--port", "eighty"],
         ["serve", "--ram", "lots"],
+        ["serve", "org/one", "org/two", "--draft-model", "org/three"],
         ["serve", "--ram", "500TB"],
         ["serve", "--kv-bits", "3"],
         ["serve", "--disk", "lots"],

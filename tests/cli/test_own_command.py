@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxcache.cli.connect import launch_command, own_command
+from mlxcache.cli.connect import CLONE, find_on_path, launch_command, own_command
 from mlxcache.cli.options import find_server
 from mlxcache.cli.remote import NoServer
 from mlxcache.config.folder import default_cache_dir
@@ -33,6 +33,16 @@ def test_in_a_clone_it_is_the_script_of_the_clone(tmp_path: Path) -> None:
     line = own_command(str(clone / ".venv"), python, str(inner), clone)
     done = subprocess.run(["sh", "-c", line], cwd="/", capture_output=True, text=True, check=True)
     assert done.stdout.strip() == str(script)
+
+
+def test_the_clones_own_scripts_are_not_the_programs_they_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """bin/anyclaude runs `launch anyclaude`, which would run it again."""
+    monkeypatch.setenv("PATH", f"{CLONE / 'bin'}:{tmp_path}")
+    assert find_on_path("anyclaude") is None
+    own = program(tmp_path / "anyclaude")
+    assert find_on_path("anyclaude") == str(own)
 
 
 def test_elsewhere_it_is_the_program_that_was_called(

@@ -6,7 +6,6 @@ Reads `env` in Claude Code's settings.json and OpenCode's configuration files. W
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,6 +18,7 @@ from mlxcache.cli.connect import (
     claude_env,
     claude_folder,
     current_folder,
+    find_on_path,
     opencode_files,
     read_object,
 )
@@ -49,7 +49,7 @@ def examine_clients(
     url: str,
     rules: Mapping[str, bool],
     *,
-    which: Which = shutil.which,
+    which: Which = find_on_path,
     cwd: Path | None = None,
 ) -> list[Finding]:
     """Check the settings of Claude Code, anyclaude and OpenCode, as far as they are found.
@@ -141,7 +141,7 @@ def _base_url(merged: Mapping[str, str], url: str) -> Finding | None:
         return Finding(name, "fail", value, f"ANTHROPIC_BASE_URL={url}")
     if CONTEXT not in merged:
         value = f"{base}, but {CONTEXT} is not set: Claude Code does not know when to compact"
-        return Finding(name, "warn", value, "use the command that the server prints at its start")
+        return Finding(name, "warn", value, "start it with mlxcache launch claude")
     return Finding(name, "ok", base)
 
 
@@ -159,7 +159,7 @@ def _is_here(base: str, url: str) -> bool:
 
 def _anyclaude(environ: Mapping[str, str], url: str) -> Finding:
     mode = environ.get("ANYCLAUDE_MODE")
-    remedy = "use the command that the server prints at its start"
+    remedy = "start it with mlxcache launch anyclaude"
     if mode not in _MODES:
         value = f"ANYCLAUDE_MODE is {mode or 'not set'}: anyclaude uses another server"
         return Finding("anyclaude", "warn", value, remedy)

@@ -461,8 +461,8 @@ def configure_continue(service: Service, invocation: Invocation) -> Setup:
         variables={KEY_VARIABLE: None},
         settings_in=None if has_own else _CONTINUE_FLAG,
         settings=config,
-        by_hand="No variable points Continue at a server. Write this to a file, and add "
-        f"{_CONTINUE_FLAG} FILE to the command: {json.dumps(config)}",
+        by_hand="No variable points Continue at a server. Write this to FILE: "
+        f"{json.dumps(config)}",
     )
 
 

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import typer
 from rich.console import Console
 from rich.prompt import Prompt
 from rich.table import Table
 from rich.text import Text
 
-from mlxcache.cli.connect import base_url, current_folder, own_command, own_sources, quote_value
+from mlxcache.cli.connect import (
+    base_url,
+    current_folder,
+    find_on_path,
+    own_command,
+    own_sources,
+    quote_value,
+)
 from mlxcache.cli.launch.clients import (
     CLIENTS,
     KEY_VARIABLE,
@@ -44,7 +51,7 @@ from mlxcache.cli.launch.processes import (
     watching,
 )
 from mlxcache.cli.listen import PortTaken, is_taken
-from mlxcache.cli.options import URL_VARIABLE
+from mlxcache.cli.options import named_url
 from mlxcache.cli.output import can_ask, console
 from mlxcache.cli.remote import Remote
 from mlxcache.cli.show import print_json
@@ -74,7 +81,7 @@ class Launch:
         small: str | None = None,
     ):
         self._small = small
-        asked = url or os.environ.get(URL_VARIABLE)
+        asked = named_url(url, None)
         address = _local_address(asked) if asked else {}
         self._elsewhere = address is None
         self._flags = {**flags, **(address or {})}
@@ -145,8 +152,7 @@ class Launch:
             print_json(setup_object(setup, service, invocation))
             return
         print("\n".join(shell_lines(setup, service, invocation.environ)))
-        command = shlex.join([invocation.program.name, *setup.arguments, *invocation.arguments])
-        _say(f"The command to run with them: {command}")
+        _say(f"The command to run with them: {shlex.join(_command(setup, invocation))}")
         if setup.settings_in is not None and setup.by_hand is None:
             names = ", ".join(setup.settings["env"])
             _say(
@@ -369,11 +375,18 @@ def shell_lines(setup: Setup, service: Service, environ: Mapping[str, str]) -> l
     return found
 
 
+def _command(setup: Setup, invocation: Invocation) -> list[str]:
+    """Return the words that run the client; FILE stands for that of `setup.by_hand`."""
+    flag = setup.settings_in if setup.by_hand is not None else None
+    file = [flag, "FILE"] if flag is not None and flag.startswith("-") else []
+    return [invocation.program.name, *file, *setup.arguments, *invocation.arguments]
+
+
 def setup_object(setup: Setup, service: Service, invocation: Invocation) -> dict[str, Any]:
     """Return the object that `launch --print-env --json` prints."""
     return {
         "object": "launch",
-        "command": [invocation.program.name, *setup.arguments, *invocation.arguments],
+        "command": _command(setup, invocation),
         "set": {**proxy_bypass(service, invocation.environ), **setup.values(service)},
         "unset": list(setup.unset),
     }
@@ -400,6 +413,16 @@ MODELS = (
 Which = Callable[[str], str | None]
 
 
+_LEAVE = "q"
+
+
+class _Menu(Prompt):
+    illegal_choice_message = (
+        f"Type a number from 1 to {len(CLIENTS)}, a name such as {ClientName.OPENCODE}, or "
+        f"{_LEAVE} to leave."
+    )
+
+
 def choose_client(found: Service | None, model: str | None, context: int | None) -> ClientName:
     """Print the menu and return the client that the user chooses. Blocks for the answer.
 
@@ -412,13 +435,20 @@ def choose_client(found: Service | None, model: str | None, context: int | None)
     console = Console(stderr=True, highlight=False, markup=False)
     print_menu(console, found, model, context)
     numbers = {str(number): name for number, name in enumerate(CLIENTS, start=1)}
-    choices = [*numbers, *(name.value for name in CLIENTS)]
+    choices = [*numbers, *(name.value for name in CLIENTS), _LEAVE]
     try:
-        answer = Prompt.ask(
-            "Which one", console=console, choices=choices, show_choices=False, default="1"
+        answer = _Menu.ask(
+            f"Which one ({_LEAVE} to leave)",
+            console=console,
+            choices=choices,
+            show_choices=False,
+            case_sensitive=False,
+            default="1",
         )
     except EOFError as error:
         raise ConfigError(f"no client was chosen: {usage}") from error
+    if answer == _LEAVE:
+        raise typer.Exit
     return numbers.get(answer) or ClientName(answer)
 
 
@@ -428,7 +458,7 @@ def print_menu(
     model: str | None,
     context: int | None,
     *,
-    which: Which = shutil.which,
+    which: Which = find_on_path,
     memory: int | None = None,
 ) -> None:
     """Print the machine's memory, the model, and one entry for each client.

@@ -27,7 +27,7 @@ from urllib.parse import urlsplit
 import psutil
 from packaging.version import Version
 
-from mlxcache.cli.connect import base_url
+from mlxcache.cli.connect import base_url, find_on_path
 from mlxcache.cli.launch.clients import Client, Invocation, Service, Setup, without_script_settings
 from mlxcache.cli.listen import IN_USE, listens
 from mlxcache.cli.log import LongReadings, Reading, describe
@@ -256,7 +256,7 @@ _VERSION_LINES = 4
 
 def find_program(client: Client) -> Path:
     """Return the path of the client's program. Raises MlxcacheError if it is not installed."""
-    found = shutil.which(client.name)
+    found = find_on_path(client.name)
     if found is None:
         raise MlxcacheError(
             f"{client.title} is not installed: there is no `{client.name}` on the PATH. "
@@ -477,22 +477,24 @@ class LineAbove:
     """Line that is rewritten in place while the cursor stays at the start of the next line.
 
     Output of another program then begins on a line of its own. It is not overwritten, unless `show`
-    or `remove` is called after that.
+    or `remove` is called after that. Without a terminal, only its first text is written, and
+    `more`, the place where the later ones can be seen.
     """
 
-    def __init__(self, out: TextIO):
-        self._out = out
+    def __init__(self, out: TextIO, more: str):
+        self._out, self._more, self._terminal = out, more, out.isatty()
         self._text = ""
 
     def show(self, text: str) -> None:
         """Write `text` in place of the previous text."""
-        if text != self._text:
-            self._out.write(f"{_ERASE if self._text else ''}{text}\n")
+        if text != self._text and (self._terminal or not self._text):
+            more = "" if self._terminal else f"; to watch it: {self._more}"
+            self._out.write(f"{_ERASE if self._text else ''}{text}{more}\n")
             self._out.flush()
             self._text = text
 
     def remove(self) -> None:
-        if self._text:
+        if self._text and self._terminal:
             self._out.write(_ERASE)
             self._out.flush()
         self._text = ""
@@ -504,8 +506,8 @@ class LineAbove:
 
 @contextmanager
 def watching(service: Service, *, quiet: bool) -> Iterator[None]:
-    """Show the progress of a `quiet` client's long prompts on standard error, if a terminal."""
-    if not (quiet and sys.stderr.isatty()):
+    """Show the progress of a `quiet` client's long prompts on standard error."""
+    if not quiet:
         yield
         return
     ended = threading.Event()
@@ -520,7 +522,7 @@ def watching(service: Service, *, quiet: bool) -> Iterator[None]:
 
 def _watch(service: Service, out: TextIO, ended: threading.Event) -> None:
     """Show progress on `out` until `ended` is set or the server does not answer. Blocks."""
-    line, long = LineAbove(out), LongReadings()
+    line, long = LineAbove(out, f"{service.url}/dashboard"), LongReadings()
     remote = Remote(service.url, service.key)
     with suppress(MlxcacheError):
         while not ended.wait(POLL_S):

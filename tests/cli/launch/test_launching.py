@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from rich.console import Console
 from typer.testing import Result
 
@@ -179,7 +180,9 @@ def test_printed_variables_equal_those_of_the_client(
     monkeypatch.setenv("ANTHROPIC_API_KEY", "sk-real")
     here.launch(name.value, "--url", server.url)
     wanted = here.variables
-    printed = here.launch(name.value, "--url", server.url, "--print-env", status=0).stdout
+    printed = here.launch(
+        name.value, "--url", server.url.removeprefix("http://"), "--print-env", status=0
+    ).stdout
     for text in (printed, printed.replace("\n", " ")):
         script = f"eval {shlex.quote(text)}\nenv"
         done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True)
@@ -188,6 +191,12 @@ def test_printed_variables_equal_those_of_the_client(
         assert named
         assert {n: found[n] for n in named} == {n: wanted[n] for n in named}
         assert ("ANTHROPIC_API_KEY" in found) == ("ANTHROPIC_API_KEY" in wanted)
+
+
+def test_a_printed_command_names_the_file_to_write(here: Here) -> None:
+    result = here.launch("cn", "--port", "9", "--print-env", status=0)
+    assert "Write this to FILE: {" in result.stderr
+    assert result.stderr.endswith("The command to run with them: cn --config FILE\n")
 
 
 def test_a_key_in_its_variable_is_not_printed(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,7 +372,7 @@ def test_a_port_used_by_another_program_is_an_error(here: Here) -> None:
     assert f"port {port} of 127.0.0.1 is in use by" in result.stderr
     result = here.launch("claude", "--url", "https://127.0.0.1:9", status=1)
     assert "Nothing answers" in result.stderr
-    assert "must be an address" in here.launch("claude", "--url", "nonsense", status=2).stderr
+    assert "must be an address" in here.launch("claude", "--url", "http://", status=2).stderr
 
 
 def test_a_current_folder_that_was_removed_is_an_error(
@@ -433,6 +442,12 @@ def test_the_menu_takes_a_number_or_a_name(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(sys, "stdin", Terminal(typed))
         monkeypatch.setattr(sys, "stderr", Terminal())
         assert launching.choose_client(None, "m", None) is name
+    shown = Terminal()
+    monkeypatch.setattr(sys, "stderr", shown)
+    monkeypatch.setattr(sys, "stdin", Terminal("99\nq\n"))
+    with pytest.raises(typer.Exit):
+        launching.choose_client(None, "m", None)
+    assert "Type a number from 1 to 9, a name such as opencode, or q to leave." in shown.getvalue()
     monkeypatch.setattr(sys, "stdin", Terminal(""))
     with pytest.raises(ConfigError, match="no client was chosen"):
         launching.choose_client(None, "m", None)
