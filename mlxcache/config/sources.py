@@ -6,6 +6,7 @@ The flag `--some-flag` is `MLXCACHE_SOME_FLAG` in the environment and `some_flag
 from __future__ import annotations
 
 import difflib
+import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -157,21 +158,47 @@ def _from_file(path: Path | None) -> dict[str, _Given]:
     if path is None:
         return {}
     try:
-        table = tomllib.loads(read_utf8(path))
+        text = read_utf8(path)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except NotUtf8 as error:
         raise ConfigError(f"{path} {error}") from error
-    except ValueError as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from error
-    for key in table:
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        advice = _quoted(text, str(error))
+        raise ConfigError(f"{path} is not valid TOML: {error}{advice}") from error
+    for key, value in table.items():
         if key not in SETTINGS:
-            known = ", ".join(sorted(SETTINGS))
-            raise ConfigError(f"unknown key {key!r} in {path}; the keys are {known}")
+            raise ConfigError(_describe_unknown(key, value, path))
     return {
         key: _read(SETTINGS[key], value, f"{key} in {path}", in_file=True)
         for key, value in table.items()
     }
+
+
+def _quoted(text: str, error: str) -> str:
+    """Return the advice to write the value of the line that `error` names in quotes."""
+    line = re.search(r"at line (\d+)", error)
+    written = line and _UNQUOTED.fullmatch(text.splitlines()[int(line[1]) - 1])
+    if not written or written["key"] not in SETTINGS:
+        return ""
+    value = "..." if "key" in written["key"] else written["value"]  # no secret in a log
+    return f': write {written["key"]} = "{value}"'
+
+
+_UNQUOTED = re.compile(r"\s*(?P<key>\w+)\s*=\s*(?P<value>[^\s\"'\[{#]+)\s*(?:#.*)?")
+
+
+def _describe_unknown(key: str, value: object, path: Path) -> str:
+    if isinstance(value, dict) and value.keys() & SETTINGS.keys():
+        return (
+            f"unknown section [{key}] in {path}: delete that line, and write its keys "
+            f"({', '.join(value)}) above the first section"
+        )
+    like = difflib.get_close_matches(key, SETTINGS, 1)
+    known = f"did you mean {like[0]}?" if like else "`mlxcache serve --help` lists the settings"
+    return f"unknown key {key!r} in {path}: {known}"
 
 
 def _read(setting: Setting, value: object, source: str, *, in_file: bool = False) -> _Given:

@@ -363,12 +363,18 @@ def test_the_command_fits_80_columns_and_writes_no_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_running_server_is_found_and_a_failure_is_status_1(toy: Any, tmp_path: Path) -> None:
+def test_a_running_server_and_a_wrong_file_are_found_and_a_failure_is_status_1(
+    toy: Any, tmp_path: Path
+) -> None:
     with served("--model", str(toy("llama")), home=tmp_path) as server:
         port = server.url.rpartition(":")[2]
-        done = doctor(tmp_path, "--quick", "--json", "--port", port, "--model", "/absent")
+        config = tmp_path / "wrong.toml"
+        config.write_text("prot = 1")
+        given = ("--port", port, "--model", "/absent", "--config", str(config))
+        done = doctor(tmp_path, "--quick", "--json", *given)
     found = json.loads(done.stdout)
     by_name = {one["name"]: one for one in found["findings"]}
+    assert "did you mean port?" in by_name["settings"]["value"]
     assert "mlxcache serves there" in by_name["port"]["value"]
     assert server.url in by_name["server"]["value"]
     assert (by_name["model"]["status"], "/absent" in by_name["model"]["value"]) == ("fail", True)

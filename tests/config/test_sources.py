@@ -124,11 +124,27 @@ def test_every_setting_can_come_from_the_file(home, name):
     assert getattr(load_settings({}, environ), name) == value
 
 
-def test_an_unknown_key_is_named_with_its_file(home):
-    path = write(home, "prot = 1")
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("prot = 1", "unknown key 'prot' in FILE: did you mean port?"),
+        ("max-tokens = 1", "unknown key 'max-tokens' in FILE: did you mean max_tokens?"),
+        ("xyz = 1", "unknown key 'xyz' in FILE: `mlxcache serve --help` lists the settings"),
+        (
+            "[server]\nport = 1",
+            "unknown section [server] in FILE: delete that line, and write its keys (port) above "
+            "the first section",
+        ),
+        ("\nram = 8GB  # not 9", 'write ram = "8GB"'),
+        ("model = owner/name", 'write model = "owner/name"'),
+        ("api_key = secret", 'write api_key = "..."'),
+    ],
+)
+def test_an_error_in_the_file_says_what_to_write(home, text, told):
+    path = write(home, text)
     with pytest.raises(ConfigError) as raised:
         load_settings({}, {})
-    assert "'prot'" in str(raised.value)
+    assert str(raised.value).endswith(told.replace("FILE", str(path)))
     assert str(path) in str(raised.value)
 
 

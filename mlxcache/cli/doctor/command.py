@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +19,7 @@ from mlxcache.cli.options import CacheDir, Config, Flags, Json, with_settings
 from mlxcache.cli.output import byte_bar, count_bar, narrow_console, reporting
 from mlxcache.cli.show import print_json
 from mlxcache.config import Settings, format_size, load_settings
+from mlxcache.errors import ConfigError
 
 if TYPE_CHECKING:
     from mlxcache.cli.doctor.models import Checked
@@ -56,9 +57,15 @@ def doctor(
     """
     with reporting():
         given = {"model": model or None, "cache_dir": cache_dir, **flags}
-        report = run_checks(
-            load_settings(given, os.environ, config), quick=quick, shown=not as_json
-        )
+        wrong: tuple[Finding, ...] = ()
+        try:
+            settings = load_settings(given, os.environ, config)
+        except ConfigError as error:
+            settings = load_settings(given, os.environ, Path(os.devnull))
+            remedy = "correct it; the other checks are made as if there were no such file"
+            wrong = (Finding("settings", "fail", str(error), remedy),)
+        report = run_checks(settings, quick=quick, shown=not as_json)
+        report = replace(report, findings=(*wrong, *report.findings))
     if as_json:
         print_json(report.as_object())
     else:
