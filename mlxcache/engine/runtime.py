@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from bisect import bisect_left
 from collections import defaultdict
@@ -34,7 +35,15 @@ from mlxcache.model.load import Loaded
 from mlxcache.model.mlx_lm_format import PromptCache, agrees, prompt_ids
 from mlxcache.model.output import OutputParser, reader
 from mlxcache.model.pair import Pair
-from mlxcache.model.sampling import describe, make_processors, make_sampler, text_ends, top_logprobs
+from mlxcache.model.sampling import (
+    Processor,
+    describe,
+    make_processors,
+    make_sampler,
+    not_before,
+    text_ends,
+    top_logprobs,
+)
 from mlxcache.model.vision import shift_of, too_large
 from mlxcache.model.weights import is_resident
 from mlxcache.prompt.builder import PromptBuilder
@@ -461,11 +470,11 @@ class ModelRuntime:
         )
         ends = {*tokenizer.eos_token_ids, *job.sampling.stop_tokens}
         processors = make_processors(job.sampling, task.prompt_tokens, ends)
+        budget = self._limit_thinking(job, processors)
         context = mx.array(task.fed[:-1]) if processors else None
         kept = self._kept if job.sampling.xtc_probability else ()
         sampler = make_sampler(job.sampling, self.layout.vocab_size, kept)
         guide = task.guide.copy() if task.guide is not None else None
-        budget = self._thinking_budget(job)
         if budget is not None and job.prompt.thinking_open:
             guide = budget.begin(guide)
         row = DecoderRow(
@@ -487,11 +496,18 @@ class ModelRuntime:
 
         return Output(parser, row, logprob, loop, budget)
 
-    def _thinking_budget(self, job: Job) -> ThinkingBudget | None:
-        if job.raw or self._closing is None:
+    def _limit_thinking(self, job: Job, processors: list[Processor]) -> ThinkingBudget | None:
+        """Return the limit of a reply's thinking, or let none begin, where one token begins it."""
+        closing, limit, tools = self._closing, job.thinking_budget, bool(job.tools)
+        if job.raw or closing is None:
             return None
-        tokenizer, tools = self.loaded.tokenizer, bool(job.tools)
-        return ThinkingBudget(self._closing, tokenizer, job.thinking_budget, tools=tools)
+        if limit == 0 and not job.prompt.thinking_open:
+            if closing.is_closed_by(job.prompt.fed):
+                return None
+            if len(closing.opening) == 1:
+                processors.append(not_before(math.inf, closing.opening))
+                return None
+        return ThinkingBudget(closing, self.loaded.tokenizer, limit, tools=tools)
 
     def _end_request(self, task: Task) -> None:
         """Add a request that is over to the metrics, before its client is told. MLX thread only.

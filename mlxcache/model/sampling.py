@@ -202,7 +202,7 @@ def make_processors(
     if sampling.allowed_tokens:
         processors.append(_only(sampling.allowed_tokens))
     if sampling.min_tokens and ends:
-        processors.append(_not_before(prompt_len + sampling.min_tokens, ends))
+        processors.append(not_before(prompt_len + sampling.min_tokens, ends))
     return processors
 
 
@@ -238,11 +238,12 @@ def _only(allowed: tuple[int, ...]) -> Processor:
     return only
 
 
-def _not_before(length: int, ends: Collection[int]) -> Processor:
-    ids = mx.array(sorted(ends), dtype=mx.int32)
+def not_before(length: float, tokens: Collection[int]) -> Processor:
+    """Make a processor that forbids `tokens` until prompt and reply have `length` tokens."""
+    ids = mx.array(sorted(tokens), dtype=mx.int32)
 
-    def not_yet(tokens: mx.array, logits: mx.array) -> mx.array:
-        if len(tokens) >= length:
+    def not_yet(context: mx.array, logits: mx.array) -> mx.array:
+        if len(context) >= length:
             return logits
         return logits.at[:, ids].add(mx.array(_LAST, dtype=logits.dtype))
 

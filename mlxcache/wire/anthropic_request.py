@@ -645,10 +645,12 @@ def _may_think(config: types.ThinkingConfig | None) -> bool:
 def read_thinking_budget(body: types.Request, *, takes_effort: bool) -> int | None:
     """Return the maximum tokens of thinking, or None if there is no limit.
 
-    Without a stated number, an effort of `low` or `medium` becomes one, unless thinking is off or
-    the chat template `takes_effort` itself.
+    It is 0 if thinking is disabled. Without a stated number, an effort of `low` or `medium` becomes
+    one, unless the chat template `takes_effort` itself.
     """
     config = body.thinking
+    if config is not None and config.type == "disabled":
+        return 0
     if config is not None and config.type == "enabled" and config.budget_tokens is not None:
         return config.budget_tokens
     effort = read_effort(body)

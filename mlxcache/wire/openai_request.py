@@ -271,8 +271,11 @@ def to_chat(body: types.ChatRequest, *, images: bool = False) -> Chat:
 def read_thinking_budget(body: types.ChatRequest, *, takes_effort: bool) -> int | None:
     """Return the maximum tokens of thinking, or None for no limit.
 
-    Without a stated number, the effort becomes one, unless the chat template `takes_effort` itself.
+    It is 0 if thinking is off. Without a stated number, the effort becomes one, unless the chat
+    template `takes_effort` itself.
     """
+    if _template_args(body).get("enable_thinking") is False:
+        return 0
     stated = (
         body.thinking_budget,
         body.thinking_token_budget,

@@ -66,9 +66,12 @@ def wants_encrypted(body: types.ResponsesRequest) -> bool:
 def read_thinking_budget(body: types.ResponsesRequest, *, takes_effort: bool) -> int | None:
     """Return the maximum tokens of thinking, or None for no limit.
 
-    Without a stated number, the effort becomes one, unless the chat template `takes_effort` itself.
+    It is 0 if thinking is off. Without a stated number, the effort becomes one, unless the chat
+    template `takes_effort` itself.
     """
     reasoning = body.reasoning
+    if template_args(body).get("enable_thinking") is False:
+        return 0
     if reasoning is None:
         return None
     if reasoning.max_tokens is not None:
@@ -136,13 +139,17 @@ def to_chat(
         writer.write(raw, talk.path(i))
     if not writer.messages:
         raise BadRequest("`input` is empty.", param="input")
-    args = openai.effort_args(body.reasoning.effort if body.reasoning else None)
     return Chat(
         messages=openai.in_call_order(writer.messages),
         tools=tuple(tools.functions),
-        template_args=args | (body.chat_template_kwargs or {}),
+        template_args=template_args(body),
         keeps=openai.keep_hints(body.prompt_cache_retention, len(writer.messages)),
     )
+
+
+def template_args(body: types.ResponsesRequest) -> dict[str, Any]:
+    args = openai.effort_args(body.reasoning.effort if body.reasoning else None)
+    return args | (body.chat_template_kwargs or {})
 
 
 TURNS_AT_ONCE = 8

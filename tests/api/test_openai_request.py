@@ -223,7 +223,8 @@ class TestRequests:
             ({"reasoning_effort": "high"}, 24_576),
             ({"reasoning_effort": "xhigh"}, None),
             ({"reasoning_effort": "low", "thinking_budget": 7}, 7),
-            ({"reasoning_effort": "none"}, None),
+            ({"reasoning_effort": "none"}, 0),
+            ({"enable_thinking": False, "thinking_budget": 7}, 0),
         ],
         ids=str,
     )

@@ -25,7 +25,7 @@ from mlxcache.residency.memory import Shared
 from mlxcache.scheduling import loop_guard
 from mlxcache.scheduling.decoder import DecoderRow
 from mlxcache.scheduling.task import Output, Task
-from mlxcache.types import Chat, Finished, Job, OutputFormat, Sampling, Text, Thinking
+from mlxcache.types import Chat, Finished, Job, OutputFormat, Sampling, Text, Thinking, ToolChoice
 from tests.engine.running import settled
 from tests.model.test_output import THINK, wrapped
 from tests.scheduling.guesses import CHEAP_CURVES
@@ -71,6 +71,13 @@ FAMILIES = {
         "<|channel|>analysis<|message|>",
     ),
 }
+
+_OPENS, _CLOSES = "{{- '<think>\\\\n' -}}", "{{- '\\\\n</think>\\\\n\\\\n' -}}"
+SWITCHLESS = {
+    "opened": Family({}, {_CLOSES: ""}),
+    "unopened": Family({}, {_OPENS: "", _CLOSES: ""}, "<think>"),
+}
+"""Families whose template does not know `enable_thinking`."""
 
 
 class Begins:
@@ -121,7 +128,7 @@ def model(toy: Maker, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str
     """Make the toy of a family."""
 
     def make(name: str) -> Path:
-        family, source = FAMILIES[name], toy("llama", thinking=True)
+        family, source = (FAMILIES | SWITCHLESS)[name], toy("llama", thinking=True)
         folder = tmp_path_factory.mktemp(name) / "model"
         shutil.copytree(source, folder)
         for file in ("tokenizer.json", "tokenizer_config.json"):
@@ -141,7 +148,7 @@ def model(toy: Maker, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str
 async def running(name: str, path: Path, cache: Path, **more: Any) -> AsyncIterator[Engine]:
     given: dict[str, Any] = {"ram": "300MB", "disk": "off"} | more
     engine = FamilyEngine(Settings(model=str(path), cache_dir=cache, **given))
-    engine.begins = FAMILIES[name].begins
+    engine.begins = (FAMILIES | SWITCHLESS)[name].begins
     await engine.start()
     try:
         yield engine
@@ -228,6 +235,24 @@ async def test_limits_templates_and_seeds(model: Callable[[str], Path], tmp_path
             if isinstance(e, Text)
         ]  # fmt: skip
         assert sum(map(len, probs)) == 20
+
+
+@pytest.mark.parametrize("name", SWITCHLESS)
+async def test_thinking_that_is_off_is_off_whatever_the_template_does(
+    name: str, model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """In a free reply, and in front of a forced call."""
+    first = [user("Tell me about trees.")]
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    forced: dict[str, Any] = {"tools": (tool,), "tool_choice": ToolChoice(required=True)}
+    async with running(name, model(name), tmp_path) as engine:
+        _, _, free = await ask(engine, first, "free", None)
+        assert free.reasoning_tokens > 60
+        for id, more in (("off", {}), ("forced", forced)):
+            thinking, text, last = await ask(engine, first, id, 0, **more)
+            assert last.reasoning_tokens <= (0 if name == "unopened" else 4)
+            assert not thinking.strip()
+            assert text or last.reason == "tool_calls"
 
 
 async def test_a_draft_keeps_the_budget(

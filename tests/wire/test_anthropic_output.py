@@ -94,7 +94,7 @@ ENABLED = {"type": "enabled", "budget_tokens": 2048}
         ("max", None, None),
         ("low", ENABLED, 2048),
         ("low", {"type": "enabled"}, 1024),
-        ("low", {"type": "disabled"}, None),
+        ("low", {"type": "disabled"}, 0),
         ("low", {"type": "between_tools"}, None),
         (None, ENABLED, 2048),
         (None, None, None),

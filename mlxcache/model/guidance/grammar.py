@@ -55,7 +55,8 @@ class Guides:
         form = None if job.raw else self._think_format()
         if form is None:
             return guide
-        may_think = not (prompt.continued or form.is_closed_by(prompt.fed[-32:].tolist()))
+        closed = prompt.continued or form.is_closed_by(prompt.fed[-32:].tolist())
+        may_think = job.thinking_budget != 0 and not closed
         return AfterThinking(form, guide, thinking=prompt.thinking_open, may_think=may_think)
 
     def _think_format(self) -> ThinkFormat | None:

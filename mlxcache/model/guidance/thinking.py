@@ -21,6 +21,7 @@ from llguidance import LLTokenizer
 from mlxcache.model import markers
 from mlxcache.model.chat_template import apply_chat_template
 from mlxcache.model.guidance.guide import Bitmask, Guide
+from mlxcache.types import Tokens
 
 log = logging.getLogger(__name__)
 
@@ -253,18 +254,26 @@ _RECENT = 32  # tokens of thinking that are searched for a partly written marker
 class ThinkEnd:
     """Token ids that end a think block of one model family.
 
-    `words`: a sentence with which the model stops thinking, if its family has one, then the end of
-    the block. `plain`: the end only. `after`: how many ids at the end of both come after the
-    block's closing marker. `header`: how many of those are the header of a message with visible
-    text, left out if the reply may call tools or follows a grammar; then one of `options` follows.
+    `opening`, `closing`: the markers of a block. `words`: a sentence with which the model stops
+    thinking, if its family has one, then the end of the block. `plain`: the end only. `after`: how
+    many ids at the end of both come after the block's closing marker. `header`: how many of those
+    are the header of a message with visible text, left out if the reply may call tools or follows a
+    grammar; then one of `options` follows.
     """
 
     vocab_size: int
+    opening: tuple[int, ...]
+    closing: tuple[int, ...]
     words: tuple[int, ...]
     plain: tuple[int, ...]
     after: int = 0
     header: int = 0
     options: tuple[int, ...] = ()
+
+    def is_closed_by(self, prompt: Tokens) -> bool:
+        """Return whether a prompt ends with a closed think block and at most two tokens more."""
+        size, end = len(self.closing), tuple(prompt[-len(self.closing) - 2 :].tolist())
+        return any(end[i : i + size] == self.closing for i in range(3))
 
 
 def read_closing(
@@ -278,20 +287,22 @@ def read_closing(
     words = _words(tokenizer)
     if words is None:
         return None
-    _, marker, following = words
+    opening, marker, following = words
+    edges = encode(opening), encode(marker)
     if markers.is_harmony(tokenizer):
         header, after = encode("final<|message|>"), encode(f"{following}<|channel|>")
         plain = encode(marker) + after + header
         options = header[:1] + encode("commentary")[:1]
-        return ThinkEnd(vocab_size, plain, plain, len(after + header), len(header), options)
+        follow = after + header
+        return ThinkEnd(vocab_size, *edges, plain, plain, len(follow), len(header), options)
     if following:
         plain = encode(marker) + encode(following)
-        return ThinkEnd(vocab_size, plain, plain, len(encode(following)))
+        return ThinkEnd(vocab_size, *edges, plain, plain, len(encode(following)))
     before, behind = _blanks(tokenizer, label)
     plain = encode(before + marker)
     spoken = encode(_QWEN_WORDS + before + marker) if architecture.startswith("qwen3") else plain
     follow = encode(behind) if behind else ()
-    return ThinkEnd(vocab_size, spoken + follow, plain + follow, len(follow))
+    return ThinkEnd(vocab_size, *edges, spoken + follow, plain + follow, len(follow))
 
 
 def _blanks(tokenizer: Any, label: str) -> tuple[str, str]:
