@@ -10,6 +10,7 @@ from typing import Any, cast
 from xml.etree import ElementTree
 
 import pytest
+from typer.core import TyperOption
 
 from mlxcache.api.app import create_app
 from mlxcache.cli.launch.clients import CLIENTS, ClientName
@@ -72,7 +73,8 @@ def test_pictures_are_read_in_light_and_dark_and_aloud(picture: Path):
 def serve_flags() -> dict[str, bool]:
     """The flags of `mlxcache serve`, and whether --help shows them."""
     command = load("serve")
-    return {p.opts[0]: not p.hidden for p in command.params if p.opts[0] != "--help"}
+    flags = [p for p in command.params if isinstance(p, TyperOption)]
+    return {p.opts[0]: not p.hidden for p in flags if p.opts[0] != "--help"}
 
 
 def test_the_documented_settings_are_the_real_ones():
