@@ -7,15 +7,18 @@ a handler fails unexpectedly.
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Collection
 from functools import partial
 from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
 from starlette.datastructures import MutableHeaders
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.routing import BaseRoute, Route
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlxcache.api import (
@@ -45,6 +48,8 @@ from mlxcache.api.openapi import PATH, describe
 
 if TYPE_CHECKING:
     from mlxcache.engine.models import Models
+
+Handler = Callable[[Request], Awaitable[Response]]
 
 REQUEST_HEADER = "X-Mlxcache-Request"
 
@@ -77,10 +82,14 @@ def create_app(models: Models, settings: ApiSettings | None = None) -> Starlette
         **dashboard.ENDPOINTS,
         **metrics.endpoints(deps),
     }
+    methods: defaultdict[str, set[str]] = defaultdict(set)
+    for key in endpoints:
+        method, path = key.split(" ")
+        methods[path].add(method)
     routes: list[BaseRoute] = []
     for key, handler in endpoints.items():
         method, path = key.split(" ")
-        routes.append(Route(path, partial(handler, deps), methods=[method]))
+        routes.append(Endpoint(path, partial(handler, deps), method, methods[path]))
     routes.append(Route(PATH, describe(routes), methods=["GET"]))
     return Starlette(
         routes=routes,
@@ -104,6 +113,27 @@ def _middleware(deps: Deps) -> list[Middleware]:
         Middleware(FallbackMiddleware),
         Middleware(CheckMiddleware, check=partial(check_key, keys), refusals=refusals),
     ]
+
+
+class Endpoint(Route):
+    """Route of one method, which answers 405 for a method that its path does not have at all.
+
+    Another route may match that path too: `/v1/models/{id}` matches `/v1/models/a/load`.
+    """
+
+    def __init__(self, path: str, handler: Handler, method: str, allowed: Collection[str]):
+        super().__init__(path, handler, methods=[method])
+        self._allowed = {*allowed, *(("HEAD",) if "GET" in allowed else ())}
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        match, more = super().matches(scope)
+        refused = match is Match.PARTIAL and scope["method"] not in self._allowed
+        return Match.FULL if refused else match, more
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] not in self._allowed:
+            raise HTTPException(405, headers={"Allow": ", ".join(sorted(self._allowed))})
+        await super().handle(scope, receive, send)
 
 
 class RequestMiddleware:

@@ -124,7 +124,7 @@ async def prune(deps: http.Deps, request: Request) -> Response:
     """
     http.refuse_owners(_ALL_FILES)
     has_limit = "limit_bytes" in request.query_params
-    limit = http.read_number(request, "limit_bytes", 0) if has_limit else None
+    limit = http.read_number(request, "limit_bytes", 0, least=0) if has_limit else None
     freed = await require_sessions(deps).prune(limit)
     return http.json_response({"object": "cache.pruned", "freed_bytes": freed})
 

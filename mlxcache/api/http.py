@@ -148,16 +148,18 @@ def json_response(body: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(body), status, media_type="application/json")
 
 
-def read_number(request: Request, name: str, default: int, most: int | None = None) -> int:
-    """Return the whole number `name` of the query string, which is from 1 to `most` if that is set.
+def read_number(
+    request: Request, name: str, default: int, most: int = 2**63 - 1, *, least: int = 1
+) -> int:
+    """Return the whole number `name` of the query string, which is from `least` to `most`.
 
     Raises BadRequest for anything else.
     """
     text = request.query_params.get(name, str(default))
-    if not (text.isascii() and text.isdecimal() and len(text) < 18):
+    if not (text.isascii() and text.isdecimal()):
         raise BadRequest(f"`{name}` must be a whole number.", param=name)
-    if most is not None and not 1 <= int(text) <= most:
-        raise BadRequest(f"`{name}` must be from 1 to {most}.", param=name)
+    if len(text) > 64 or not least <= int(text) <= most:
+        raise BadRequest(f"`{name}` must be from {least} to {most}.", param=name)
     return int(text)
 
 

@@ -51,9 +51,8 @@ class Operation:
     also: tuple[int, ...] = ()
 
 
-def _number(default: int, least: int = 0, most: int | None = None) -> Schema:
-    found = {"type": "integer", "minimum": least, "default": default}
-    return found | ({} if most is None else {"maximum": most})
+def _number(default: int, least: int = 0, most: int = 2**63 - 1) -> Schema:
+    return {"type": "integer", "minimum": least, "maximum": most, "default": default}
 
 
 def _words(*values: str, default: str | None = None) -> Schema:
@@ -61,7 +60,7 @@ def _words(*values: str, default: str | None = None) -> Schema:
 
 
 _TEXT: Schema = {"type": "string"}
-_LIMIT = {"limit": _number(100)}
+_LIMIT = {"limit": _number(100, 1)}
 _ITEMS = {
     "limit": _number(20, 1, 100),
     "order": _words("asc", "desc", default="desc"),

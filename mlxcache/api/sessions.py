@@ -130,7 +130,7 @@ async def restore(deps: http.Deps, request: Request) -> Response:
     name = clean_name(request.query_params.get("name", "")) or None
     announced = request.headers.get("content-length", "")
     folder = files.incoming(int(announced) if announced.isdecimal() else 0)
-    left = http.read_number(request, "prompt_bytes", 0)
+    left = http.read_number(request, "prompt_bytes", 0, least=0)
     if left > deps.settings.max_body_bytes:
         most = deps.settings.max_body_bytes
         raise BadRequest(f"`prompt_bytes` must be at most {most}.", param="prompt_bytes")

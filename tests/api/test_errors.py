@@ -116,6 +116,10 @@ async def test_unknown_paths_and_methods_have_the_shape_of_their_api(
     assert response.status_code == 405
     assert response.headers["allow"] == "POST"
     assert openai_shaped(response)["code"] == "method_not_allowed"
+    response = await client.put("/v1/sessions/ses_1")
+    assert (response.status_code, response.headers["allow"]) == (405, "DELETE, GET, HEAD, PATCH")
+    response = await client.get("/v1/models/org/one/load")
+    assert (response.status_code, response.headers["allow"]) == (405, "POST")
     response = await client.get("/v1/messages")
     assert response.status_code == 405
     assert anthropic_shaped(response)["type"] == "invalid_request_error"
