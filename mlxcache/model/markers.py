@@ -41,7 +41,7 @@ _RECIPIENT = re.compile(r"to=([^\s<]+)")
 
 
 @dataclass(frozen=True, slots=True)
-class Grammar:
+class Markers:
     """Markers of a model family, as a state machine over its output.
 
     The states are NORMAL (visible text), REASONING, TOOL (a tool block) and HEADER (of a message).
@@ -62,10 +62,10 @@ class Grammar:
     whole: bool = False
 
 
-PLAIN = Grammar(edges={NORMAL: {}, TOOL: {}})
+PLAIN = Markers(edges={NORMAL: {}, TOOL: {}})
 
 
-def grammar(tokenizer: Any, *, tools: bool, generic: bool) -> Grammar:
+def read_markers(tokenizer: Any, *, tools: bool, generic: bool) -> Markers:
     """Return the markers of the model family of `tokenizer`, mlx-lm's TokenizerWrapper.
 
     The edges are those of gpt-oss's format, or of another family's in
@@ -80,7 +80,7 @@ def grammar(tokenizer: Any, *, tools: bool, generic: bool) -> Grammar:
     if not tools or syntax is NO_SYNTAX:
         start = end = None
     edges = _edges(tokenizer, start, end, generic)
-    return Grammar(
+    return Markers(
         edges=edges,
         tokens=_single_tokens(tokenizer, edges),
         initial=tokenizer.response_initial_state,
@@ -103,11 +103,11 @@ def is_harmony(tokenizer: Any) -> bool:
 
 
 def thinks(tokenizer: Any) -> bool:
-    found = grammar(tokenizer, tools=False, generic=False)
+    found = read_markers(tokenizer, tools=False, generic=False)
     return found.harmony or any(REASONING in edges.values() for edges in found.edges.values())
 
 
-def _harmony(tokenizer: Any, tools: bool, generic: bool) -> Grammar:
+def _harmony(tokenizer: Any, tools: bool, generic: bool) -> Markers:
     edges = {
         HEADER: {MESSAGE: ROUTED},
         NORMAL: {"<|end|>": HEADER, "<|start|>": HEADER},
@@ -119,7 +119,7 @@ def _harmony(tokenizer: Any, tools: bool, generic: bool) -> Grammar:
         edges[NORMAL][GENERIC_START] = TOOL
         edges[TOOL] = {GENERIC_END: NORMAL}
         syntax = GENERIC.reader
-    return Grammar(
+    return Markers(
         edges=edges,
         tokens=_single_tokens(tokenizer, edges),
         initial=HEADER,

@@ -12,9 +12,9 @@ from mlxcache.model.markers import (
     REASONING,
     ROUTED,
     TOOL,
-    grammar,
     harmony_route,
     may_be_header,
+    read_markers,
 )
 from mlxcache.model.tool_block import CallReader, ToolBlock
 from mlxcache.model.tool_syntax.reading import NO_SYNTAX, Closing
@@ -64,11 +64,11 @@ class OutputParser:
     ):
         self._id = id
         thinking_open = thinking_open and not plain
-        framing = grammar(tokenizer, tools=bool(tools), generic=generic_tools)
-        self._grammar = PLAIN if plain else framing
-        self._finders = {state: Finder(found) for state, found in self._grammar.edges.items()}
+        framing = read_markers(tokenizer, tools=bool(tools), generic=generic_tools)
+        self._markers = PLAIN if plain else framing
+        self._finders = {state: Finder(found) for state, found in self._markers.edges.items()}
         self._eos = {*tokenizer.eos_token_ids, *stop_tokens}
-        self._reader = CallReader(self._grammar.syntax, tools or ())
+        self._reader = CallReader(self._markers.syntax, tools or ())
         self._parallel = parallel_tools
         self._detokenizer = tokenizer.detokenizer
         prime = list(prime)
@@ -77,7 +77,7 @@ class OutputParser:
         for token in prime:
             self._detokenizer.add_token(token)
         _ = self._detokenizer.last_segment  # reading it moves past the primer
-        initial = "" if continued else self._grammar.initial
+        initial = "" if continued else self._markers.initial
         self._state = initial or (REASONING if thinking_open else NORMAL)
         self._visible = Visible(stop, shows_stop, begun=continued and not thinking_open)
         self._thought = Thought()
@@ -171,7 +171,7 @@ class OutputParser:
     def _is_prose(self, marker: str) -> bool:
         if self._token == _REREAD or self._is_token(marker):
             return False
-        target = self._grammar.edges[self._state][marker]
+        target = self._markers.edges[self._state][marker]
         if self._state == NORMAL and target == REASONING:
             return self._visible.begun
         if self._state == REASONING and target == TOOL:
@@ -180,7 +180,7 @@ class OutputParser:
 
     def _is_token(self, marker: str) -> bool:
         """Return whether the newest token is all of `marker`; True if `marker` is no token."""
-        return self._grammar.tokens.get(marker, self._token) == self._token
+        return self._markers.tokens.get(marker, self._token) == self._token
 
     def _carry(self, text: str) -> None:
         if not text:
@@ -196,7 +196,7 @@ class OutputParser:
                 self._end_block(self._block, end.target, calls, end.after)
         elif self._state != TOOL:
             self._framing += text
-            if self._grammar.harmony and not may_be_header(self._framing):
+            if self._markers.harmony and not may_be_header(self._framing):
                 self._state = NORMAL
 
     def _reread(self) -> str:
@@ -220,7 +220,7 @@ class OutputParser:
 
     def _cross(self, marker: str) -> None:
         self._crossed = True
-        source, target = self._state, self._grammar.edges[self._state][marker]
+        source, target = self._state, self._markers.edges[self._state][marker]
         if source == TOOL:
             self._close_block(marker, target)
             return
@@ -230,7 +230,7 @@ class OutputParser:
         self._framing = ""
         self._state = target
         if target == TOOL:
-            self._block = ToolBlock(self._reader, self._grammar, opening, source)
+            self._block = ToolBlock(self._reader, self._markers, opening, source)
         elif target == REASONING:
             if self._reader.calls:
                 self.done = "tool_calls"
@@ -258,7 +258,7 @@ class OutputParser:
             self._return_block(block, target)
 
     def _end_in_block(self, block: ToolBlock, reason: FinishReason, *, again: bool) -> None:
-        complete = reason == "stop" or self._grammar.open_ended
+        complete = reason == "stop" or self._markers.open_ended
         if found := block.finished(NORMAL, complete=complete):
             end, calls = found
             self._end_block(block, end.target, calls, end.after)
@@ -295,7 +295,7 @@ class OutputParser:
         With `whole`, what follows that marker is emitted too.
         """
         text = self._read_again(block, None if whole else block.first)
-        if self._grammar.syntax is not NO_SYNTAX:
+        if self._markers.syntax is not NO_SYNTAX:
             log.warning(
                 "%s: malformed tool call of %d characters returned as text: %s",
                 *(self._id, len(text), self._reader.problem),
@@ -317,10 +317,10 @@ class OutputParser:
         if self._reader.calls:
             return
         self._emit(Text, self._visible.flush())
-        if self._grammar.harmony and "{" in self._framing:
+        if self._markers.harmony and "{" in self._framing:
             # arguments of a call whose header is damaged
             self._emit(Text, self._framing)
-        elif not (self._grammar.harmony or self._visible.begun or self._crossed):
+        elif not (self._markers.harmony or self._visible.begun or self._crossed):
             # the reply lacks the header that its format requires, or was cut off within it
             framing = self._framing.strip()
             if not any(

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlxcache.model.markers import NORMAL, REASONING, Grammar
+from mlxcache.model.markers import NORMAL, REASONING, Markers
 from mlxcache.model.tool_syntax.arguments import Tools, dumps, loads
 from mlxcache.model.tool_syntax.reading import Closing, Syntax
 from mlxcache.types import ToolCall
@@ -118,13 +118,13 @@ class ToolBlock:
     closing marker, also inside a value.
     """
 
-    def __init__(self, reader: CallReader, grammar: Grammar, opening: str, source: str):
+    def __init__(self, reader: CallReader, markers: Markers, opening: str, source: str):
         self.opening, self.source = opening, source
         self.first: int | None = None
         self._reader, self._scanner = reader, reader.syntax.scanner()
-        self._head = opening if grammar.whole else ""
-        self._marker = grammar.opening
-        thinking = [m for m, to in grammar.edges[NORMAL].items() if to == REASONING]
+        self._head = opening if markers.whole else ""
+        self._marker = markers.opening
+        thinking = [m for m, to in markers.edges[NORMAL].items() if to == REASONING]
         self._confirming = tuple(m for m in (self._marker, *thinking) if m)
         self._parts: list[str] = []
         self._size = 0

@@ -21,7 +21,7 @@ from mlx_lm.tokenizer_utils import (
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mlxcache.model.markers import grammar
+from mlxcache.model.markers import read_markers
 from mlxcache.model.output import OutputParser
 from mlxcache.types import Piece, Text, Thinking, ToolCall
 from tests.model import tool_families
@@ -684,7 +684,7 @@ def test_the_framing_is_that_of_mlx_lm(family: str | None, marks: Any) -> None:
     """Ours is kept as strings; the edges must be the same, or a new mlx-lm knows better."""
     form = MUSE if family == "muse_spark" else None
     tokenizer = wrapped(family, marks, response_format=form)
-    ours = grammar(tokenizer, tools=True, generic=False).edges
+    ours = read_markers(tokenizer, tools=True, generic=False).edges
     assert {s: dict(e) for s, e in ours.items() if e} == edges_of_mlx_lm(tokenizer)
 
 

@@ -132,7 +132,9 @@ def _vocabulary(tokenizer: Any, vocab_size: int) -> LLTokenizer:
     if backend is None:
         raise Unsupported("Structured output needs a tokenizer.json, which this model lacks.")
     size = max(vocab_size, backend.get_vocab_size(with_added_tokens=True))
-    kinds = [markers.grammar(tokenizer, tools=True, generic=generic) for generic in (False, True)]
+    kinds = [
+        markers.read_markers(tokenizer, tools=True, generic=generic) for generic in (False, True)
+    ]
     controls = {*tokenizer.eos_token_ids, *(i for kind in kinds for i in kind.tokens.values())}
     text = _as_grammars_need(backend.to_str(), controls)
     return LLTokenizer(text, n_vocab=size, eos_token=sorted(tokenizer.eos_token_ids))

@@ -394,7 +394,7 @@ class ThinkingBudget:
         options: tuple[int, ...] = ()
         if header and (self._tools or inner is not None):
             ids, options = ids[:-header], self._closing.options
-        framing = markers.grammar(self._tokenizer, tools=self._tools, generic=False)
+        framing = markers.read_markers(self._tokenizer, tools=self._tools, generic=False)
         closing = CloseThinking(
             ids,
             inner,
