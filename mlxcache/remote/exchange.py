@@ -42,7 +42,7 @@ class Shape:
 class Counts:
     """Counters since the start. Thread-safe.
 
-    `corrupt`: objects with wrong content. `expired`: lookups and fetches that were ended by their
+    `expired`: lookups and fetches that were ended by their
     time limit. `slower`: fetches that were not begun, or ended early, because prefill takes less
     time. `dropped`: paths and records that were removed from the full queue of uploads.
     """
@@ -57,7 +57,6 @@ class Counts:
         self.fetched_replies = 0
         self.uploaded_objects = 0
         self.uploaded_bytes = 0
-        self.corrupt = 0
         self.expired = 0
         self.slower = 0
         self.dropped = 0
@@ -117,7 +116,7 @@ class Exchange:
         self.counts.add(uploaded_objects=1, uploaded_bytes=len(data))
 
     def note_corrupt(self, name: str, error: Exception) -> None:
-        self.counts.add(corrupt=1)
+        self.objects.count_damaged()
         log.warning(
             "model %s: remote object has wrong content, and is not used: %s: %s",
             *(self.label, name, error),

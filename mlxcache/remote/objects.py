@@ -186,6 +186,11 @@ class Objects:
             "download_bytes_per_s": self._down.rate,
         }
 
+    def count_damaged(self) -> None:
+        """Count an object that was read whole, but has wrong content."""
+        with self._counting:
+            self._damaged += 1
+
     def check(self) -> None:
         """Compare the marker in the remote with this server's key, and write it if it is absent.
 

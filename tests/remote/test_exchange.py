@@ -131,7 +131,7 @@ def test_garbage_is_discarded_and_replaced(tmp_path: Path, remote: Objects, dama
         remote.put(name(chain, 512), bad)
         assert other.fetches(ids) == 256
         assert_right(other.store, ids)
-        assert other.tier.figures()["corrupt"] == 1
+        assert remote.figures()["damaged_objects"] == 1
         other.computes(ids)
         assert third.fetches(ids) == 1000
         assert_right(third.store, ids)
