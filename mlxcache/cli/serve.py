@@ -20,6 +20,7 @@ from mlxcache.cli.options import SERVICE, Config, Flags, with_settings
 from mlxcache.cli.output import console, reporting
 from mlxcache.cli.ranks import RANK, close_input, run_ranks, watch_launcher
 from mlxcache.config import load_settings, machine_bytes, require_memory
+from mlxcache.config.models import find_folder
 from mlxcache.disk_calls import sync
 from mlxcache.private import create, make_folder
 
@@ -54,22 +55,28 @@ def serve(models: Models = None, *, flags: Flags, config: Config = None) -> None
             raise typer.Exit(run_ranks(settings, sys.argv[1:]))
         if RANK in os.environ:
             close_input()
+        if settings.model is not None:
+            find_folder(settings.model)  # before the imports below, which take seconds
         out = console()
         configure_logging(out, settings.log_level)
-        # Here and not above: MLX and the tokenizers take seconds to import, --help needs neither.
-        with _kept_descriptor_limit():
-            from mlxcache.cli.server import run  # noqa: PLC0415
-        from mlxcache.ranks.group import place_from  # noqa: PLC0415
-        from mlxcache.ranks.setup import Rank  # noqa: PLC0415
         from mlxcache.store.cache_folder import (  # noqa: PLC0415
             prepare_cache_dir,
             require_local,
+            require_writable,
         )
 
         if settings.disk != "off":
             require_local(settings.cache_dir)
         folder = settings.cache_dir
         prepare_cache_dir(folder)
+        if settings.model is None:
+            require_writable(folder)
+        # Here and not above: MLX and the tokenizers take seconds to import, --help needs neither.
+        with _kept_descriptor_limit():
+            from mlxcache.cli.server import run  # noqa: PLC0415
+        from mlxcache.ranks.group import place_from  # noqa: PLC0415
+        from mlxcache.ranks.setup import Rank  # noqa: PLC0415
+
         place = place_from(os.environ, pipeline=settings.pipeline)
         if place is not None and place.rank:
             Rank(place, folder).run()

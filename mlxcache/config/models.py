@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mlxcache.config.sizes import parse_size
-from mlxcache.errors import ConfigError
+from mlxcache.errors import ConfigError, ModelError
 
 Keep = Literal["always", "demand"] | float
 """Time for which an unused model stays loaded: always, or until another model needs its memory.
@@ -19,6 +19,11 @@ A number: that many seconds at most.
 """
 
 DEMO_ID = "mlxcache-demo"
+
+NEITHER = (
+    "{model} is neither an existing folder nor a Hub id like owner/name, for example "
+    "mlx-community/Qwen3-4B-Instruct-2507-4bit."
+)
 
 _SNAPSHOT = re.compile(r"models--(?P<org>.+?)--(?P<name>.+)")
 
@@ -141,3 +146,20 @@ def model_id(model: str) -> str:
     if path.parent.name == "snapshots" and (found := _SNAPSHOT.fullmatch(path.parent.parent.name)):
         return f"{found['org']}/{found['name']}"
     return path.name
+
+
+def find_folder(model: str) -> Path | None:
+    """Return the folder that `model` names, None for a Hub id. Raises ModelError for neither."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ModelError(
+            f"{path} is a file. --model takes the folder with config.json and the "
+            "*.safetensors files, or a Hub id; GGUF files cannot be served."
+        )
+    if model.startswith((".", "/", "~")) or "\\" in model or model.count("/") > 1:
+        raise ModelError(f"There is no folder {path}. --model takes a folder or a Hub id.")
+    if "/" not in model:
+        raise ModelError(NEITHER.format(model=model))
+    return None

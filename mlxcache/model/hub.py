@@ -47,6 +47,7 @@ from huggingface_hub.utils import WeakFileLock, build_hf_headers  # type: ignore
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
 from mlxcache.config import format_size
+from mlxcache.config.models import NEITHER, find_folder
 from mlxcache.errors import ModelError, NotFound
 from mlxcache.model.backend import choose_backend
 from mlxcache.model.folder import INDEX, check_files, checked_config, tensor_index, tensor_names
@@ -67,11 +68,6 @@ _HTTP_ERROR: type[Exception] = HfHubHTTPError.__bases__[0]
 
 _ERRORS = (HfHubHTTPError, HFValidationError, OSError, ValueError)
 
-_NEITHER = (
-    "{model} is neither an existing folder nor a Hub id like owner/name, for example "
-    "mlx-community/Qwen3-4B-Instruct-2507-4bit."
-)
-
 _AWAY = (
     "{model} is not in the local cache ({cache}), and the Hub cannot be reached. Connect "
     "(and unset HF_HUB_OFFLINE), or give a folder: --model /path/to/model."
@@ -90,7 +86,7 @@ _SENTENCES: tuple[tuple[type[Exception], str], ...] = (
         "There is no model {model} on the Hub, and no folder of that name. Check the spelling; "
         "if it is private, run `hf auth login` first.",
     ),
-    (HFValidationError, _NEITHER),
+    (HFValidationError, NEITHER),
     (
         IncompleteSnapshotError,
         "{model} was downloaded only in part, and the Hub cannot be reached to complete it. "
@@ -110,25 +106,13 @@ def resolve(model: str, revision: str | None = None, progress: Progress | None =
     The same files that mlx-lm takes, into the Hub's own cache. An id whose files are all there
     costs one request, or none with HF_HUB_OFFLINE=1. Raises ModelError, which says what to do.
     """
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return path
-    if path.exists():
-        raise ModelError(
-            f"{path} is a file. --model takes the folder with config.json and the "
-            "*.safetensors files, or a Hub id; GGUF files cannot be served."
-        )
-    if _looks_local(model):
-        raise ModelError(f"There is no folder {path}. --model takes a folder or a Hub id.")
-    if "/" not in model:
-        raise ModelError(_NEITHER.format(model=model))
-    return _download(model, revision, progress)
+    return find_folder(model) or _download(model, revision, progress)
 
 
 def here(model: str, revision: str | None = None) -> Path | None:
     """Return the folder of `model` if all of its files are on this machine, else None."""
-    if Path(model).expanduser().exists() or _looks_local(model) or "/" not in model:
-        return resolve(model, revision)
+    if (folder := find_folder(model)) is not None:
+        return folder
     try:
         found = snapshot_download(
             model,
@@ -158,10 +142,6 @@ def outline(model: str, revision: str | None = None) -> tuple[Path, int]:
     files = info.siblings or []
     weights = (one.size or 0 for one in files if fnmatch(one.rfilename, _WEIGHTS))
     return Path(config).parent, sum(weights)
-
-
-def _looks_local(model: str) -> bool:
-    return model.startswith((".", "/", "~")) or "\\" in model or model.count("/") > 1
 
 
 def _download(model: str, revision: str | None, progress: Progress | None) -> Path:

@@ -8,6 +8,7 @@ import logging
 import os
 import plistlib
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import psutil
 
@@ -48,6 +49,19 @@ def require_local(cache_dir: Path) -> None:
             "corrupted: choose a folder on a disk of this machine. To share conversations between "
             "servers, add --remote URL"
         )
+
+
+def require_writable(cache_dir: Path) -> None:
+    """Raise ConfigError unless files can be made in the cache folder; make it if it is missing."""
+    try:
+        make_folder(cache_dir)
+        with TemporaryFile(dir=cache_dir):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"--cache-dir {cache_dir} cannot be written, and the demo model needs it: "
+            f"{error.strerror}. Choose another folder"
+        ) from error
 
 
 def prepare_cache_dir(cache_dir: Path) -> None:

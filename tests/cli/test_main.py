@@ -121,6 +121,21 @@ SLOW = ("numpy", "httpx", "psutil", "asyncio", "mlx", "mlx_lm", "transformers")
 """Modules that take from 10 ms to seconds to import."""
 
 
+def run_and_list_slow(arguments, variables):
+    code = (
+        "import sys, atexit; sys.argv[0] = 'mlxcache'\n"
+        f"atexit.register(lambda: print('slow:', [n for n in {SLOW} if n in sys.modules]))\n"
+        "from mlxcache.cli.main import main; main()"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "variables"),
     [
@@ -132,20 +147,25 @@ SLOW = ("numpy", "httpx", "psutil", "asyncio", "mlx", "mlx_lm", "transformers")
 )
 def test_what_only_names_commands_imports_nothing_slow(arguments, variables):
     """The version, the help, and a TAB that completes a command."""
-    code = (
-        "import sys, atexit; sys.argv[0] = 'mlxcache'\n"
-        f"atexit.register(lambda: print('slow:', [n for n in {SLOW} if n in sys.modules]))\n"
-        "from mlxcache.cli.main import main; main()"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = run_and_list_slow(arguments, variables)
+    assert done.returncode == 0
     assert done.stdout.endswith("slow: []\n")
     assert "serve" in done.stdout or "mlxcache" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--model", "./absent"], "There is no folder absent"),
+        (["--cache-dir", f"{__file__}/below"], f"{__file__}/below cannot be written"),
+    ],
+)
+def test_a_path_that_cannot_be_served_is_told_in_one_sentence_before_anything_slow(arguments, told):
+    done = run_and_list_slow(["serve", *arguments], WIDE)
+    assert done.returncode
+    assert done.stderr.count("\n") == 1
+    assert told in done.stderr
+    assert "mlx" not in done.stdout
 
 
 @pytest.mark.parametrize("name", COMMANDS)
