@@ -66,6 +66,8 @@ def log_line(record: RequestRecord, *, several: bool = False) -> str:
     # decode_s begins with the first token, so it measures the steps after it
     steps = record.generated_tokens - 1
     end = record.finish_reason if record.status == "done" else record.status
+    if end == "stop_sequence" and record.api != "messages":
+        end = "stop"  # as the reply says
     restored = f" ({record.restored_tokens} from disk)" if record.restored_tokens else ""
     fields = [
         name_sender(record.session, record.client),

@@ -183,7 +183,7 @@ ADVICE: dict[str, str] = {
     "canonicalisation on (no --no-canonicalise).",
     "counter": "The rule counter removes Claude Code's. Have the client leave out others, or put "
     "them after the last user message.",
-    "date": "Put it into the newest message, or use the day without the time.",
+    "date": "Put it into the newest message. A day without the time changes only once a day.",
     "uuid": "The rule uuid replaces UUIDs in paths of scratch folders. Have the client leave out "
     "others, or use one for all sessions.",
     "temp_path": "Use a folder with a fixed name for all sessions.",

@@ -65,6 +65,11 @@ def test_a_request_to_one_of_several_models_names_it():
     assert log_line(one).startswith("session 9c1e7d54  prompt 20  ")
 
 
+@pytest.mark.parametrize(("api", "word"), [("chat", "stop"), ("messages", "stop_sequence")])
+def test_the_end_at_a_stop_string_is_named_as_in_the_reply(api, word):
+    assert log_line(record(api=api, finish_reason="stop_sequence")).split("  ")[-1] == word
+
+
 def test_a_request_that_never_ran_has_dashes():
     line = log_line(record(session=None, client=None, status="rejected", error="no\nroom"))
     assert line == (
