@@ -22,17 +22,8 @@ from mlxcache.bench.client import Refused
 from mlxcache.bench.findings import Check, NotApplicable
 from mlxcache.bench.machine import describe_machine
 from mlxcache.bench.measure import RESTART, Plan, Results, measure, restart_checks, speed_checks
-from mlxcache.bench.process import (
-    Launch,
-    NoOwnTime,
-    NotStarted,
-    OwnTime,
-    Server,
-    measuring,
-    mlx_lm_server,
-    ours,
-    parse_against,
-)
+from mlxcache.bench.own_time import NoOwnTime, OwnTime, measuring
+from mlxcache.bench.process import Launch, NotStarted, Server, mlx_lm_server, ours, parse_against
 from mlxcache.bench.replay import Replay, show_replay
 from mlxcache.bench.turns import PARTING, SCENARIOS, Filler, Visit
 from mlxcache.config import parse_size

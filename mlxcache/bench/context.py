@@ -19,7 +19,8 @@ import psutil
 
 from mlxcache.bench.client import Client
 from mlxcache.bench.findings import Findings
-from mlxcache.bench.process import Launch, OwnTime, Server, measuring, mlx_lm_server, ours
+from mlxcache.bench.own_time import OwnTime, measuring
+from mlxcache.bench.process import Launch, Server, mlx_lm_server, ours
 from mlxcache.bench.turns import Filler
 from mlxcache.model.folder import native_length
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from mlxcache.bench.client import Client, Refused, Reply
 from mlxcache.bench.findings import Check, by, middle
-from mlxcache.bench.process import OURS, THEIRS, NotStarted, OwnTime, Server
+from mlxcache.bench.own_time import OwnTime
+from mlxcache.bench.process import OURS, THEIRS, NotStarted, Server
 from mlxcache.bench.turns import AGAIN, SCENARIOS, Outcome, Visit, restart
 
 SETTLE_S = 0.05

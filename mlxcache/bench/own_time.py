@@ -1,26 +1,19 @@
-"""Program that measures how fast mlx-lm alone, without a server, runs a model.
+"""How fast mlx-lm alone, without a server, runs a model: measured in a process of its own.
 
-`mlxcache bench` compares the server with these times. It starts `python -m mlxcache.bench.own_time
-MODEL`, which prints `{"ready": true}` once the model is loaded, or `{"error": TEXT}` if it cannot
-be measured. Each line of standard input then describes one measurement, and the program prints one
-line with its result. Both lines are JSON objects. The keys of the input line, the keys of the
-result, and what is measured:
-
-    {"prefix", "fed"}     {"seconds", "kv_bytes_per_token"}: a warm turn
-    {"prefix", "reply"}   {"tokens_s", "peak_bytes"}: mlx_lm.generate after a prefix
-    {"prompt", "step"}    {"tokens_s"}: a prompt in passes of `step` tokens
-
-`prefix`: tokens in the cache before. `fed`: tokens fed after them. `reply`: tokens to generate.
-`prompt`: tokens fed to an empty cache. `seconds`: from feeding the tokens to the first token of
-the reply. `kv_bytes_per_token`: bytes of KV per token over all layers. `tokens_s`: tokens per
-second. `peak_bytes`: MLX's peak memory in bytes, less the memory in use at the reply's first token.
+The process, `python -m mlxcache.bench.own_time MODEL`, prints `null` once the model is loaded, or
+`{"error": TEXT}` if it cannot be measured. Each line of its standard input is then `[METHOD, ...]`,
+a method of `LoneModel` with its arguments, and each line that it prints the result, as JSON.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +29,7 @@ from mlx_lm.models.cache import (
 )
 from mlx_lm.utils import load_model, load_tokenizer
 
+from mlxcache.bench.findings import NotApplicable
 from mlxcache.kernels import keep_kernels_private
 from mlxcache.types import Tokens, token_ids
 
@@ -148,31 +142,78 @@ class LoneModel:
             mx.clear_cache()
 
 
-def answer(own: LoneModel, line: str) -> dict[str, float]:
-    """Make the measurement that a line of input describes, and return its result."""
-    question = json.loads(line)
-    if not isinstance(question, dict):
-        raise ValueError(f"expected a JSON object, got {line!r}")
-    if "reply" in question:
-        rate, peak = own.decoding(int(question["prefix"]), int(question["reply"]))
-        return {"tokens_s": rate, "peak_bytes": peak}
-    if "prompt" in question:
-        return {"tokens_s": own.prefill(int(question["prompt"]), int(question["step"]))}
-    seconds = own.seconds(int(question["prefix"]), int(question["fed"]))
-    return {"seconds": seconds, "kv_bytes_per_token": own.kv_bytes_per_token()}
-
-
 def main() -> None:
-    """Run the program: load the model in the folder of the first argument, and measure it."""
     keep_kernels_private()
     try:
         own = LoneModel(Path(sys.argv[1]))
     except ValueError as error:
         print(json.dumps({"error": str(error)}), flush=True)
         return
-    print(json.dumps({"ready": True}), flush=True)
+    print("null", flush=True)
     for line in sys.stdin:
-        print(json.dumps(answer(own, line)), flush=True)
+        method, *args = json.loads(line)
+        print(json.dumps(getattr(own, method)(*args)), flush=True)
+
+
+# -- its client ------------------------------------------------------------------------------------
+
+
+class NoOwnTime(Exception):
+    """Error raised if a model cannot be measured without a server."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnTime:
+    """Process that measures mlx-lm without a server. Methods block, and raise NoOwnTime."""
+
+    process: subprocess.Popen[str]
+
+    def ask(self, prefix: int, fed: int) -> tuple[float, float]:
+        """Return seconds to the token after `fed` new ones, and KV bytes a token."""
+        return self._call("seconds", prefix, fed), self._call("kv_bytes_per_token")
+
+    def decode(self, prefix: int, reply: int) -> tuple[float, float]:
+        """Return tokens per second, and peak bytes beyond those held at the first token."""
+        rate, peak = self._call("decoding", prefix, reply)
+        return rate, peak
+
+    def prefill(self, prompt: int, step: int) -> float:
+        return float(self._call("prefill", prompt, step))
+
+    def _call(self, method: str, *args: int) -> Any:
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(json.dumps([method, *args]) + "\n")
+            self.process.stdin.flush()
+        return self.read()
+
+    def read(self) -> Any:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        answer = json.loads(line) if line else {"error": "the measuring process ended"}
+        if isinstance(answer, dict):
+            raise NoOwnTime(answer["error"])
+        return answer
+
+
+@contextlib.contextmanager
+def measuring(model: Path, logs: Path) -> Iterator[OwnTime]:
+    """Yield a process with a model loaded by mlx-lm. Raises NotApplicable if it can't be timed."""
+    command, pipe = [sys.executable, "-m", "mlxcache.bench.own_time", str(model)], subprocess.PIPE
+    with (logs / "own_time.log").open("wb") as errors:
+        process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=errors, text=True, start_new_session=True
+        )
+    try:
+        own = OwnTime(process)
+        try:
+            own.read()
+        except NoOwnTime as why:
+            raise NotApplicable(f"mlx-lm alone cannot be timed: {why}") from why
+        yield own
+    finally:
+        process.kill()
+        process.communicate()
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
-"""Servers and other programs as child processes: start, readiness, memory samples, end."""
+"""Servers as child processes: start, readiness, memory samples, end."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shlex
 import signal
@@ -19,7 +18,6 @@ from pathlib import Path
 import psutil
 
 from mlxcache.bench.client import Client, Refused
-from mlxcache.bench.findings import NotApplicable
 from mlxcache.config.memory import read_footprint
 from mlxcache.kernels import kernel_variables
 
@@ -31,10 +29,6 @@ OURS, THEIRS = "mlxcache", "mlx_lm.server"
 
 class NotStarted(Exception):
     """Error raised if a server cannot be started, ends early, or does not answer in time."""
-
-
-class NoOwnTime(Exception):
-    """Error raised if a model cannot be measured without a server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,58 +245,3 @@ def running(launch: Launch, model: Path, logs: Path, wait_s: float) -> Iterator[
 def tail(log: Path, lines: int = 25) -> str:
     text = log.read_text(encoding="utf-8", errors="replace")
     return "\n".join(text.splitlines()[-lines:])
-
-
-@dataclass(frozen=True, slots=True)
-class OwnTime:
-    """Process that measures mlx-lm without a server. Methods block, and raise NoOwnTime."""
-
-    process: subprocess.Popen[str]
-
-    def ask(self, prefix: int, fed: int) -> tuple[float, float]:
-        """Return seconds to the token after `fed` new ones, and KV bytes a token."""
-        answer = self._answer(prefix=prefix, fed=fed)
-        return answer["seconds"], answer["kv_bytes_per_token"]
-
-    def decode(self, prefix: int, reply: int) -> tuple[float, float]:
-        """Return tokens per second, and peak bytes beyond those held at the first token."""
-        answer = self._answer(prefix=prefix, reply=reply)
-        return answer["tokens_s"], answer["peak_bytes"]
-
-    def prefill(self, prompt: int, step: int) -> float:
-        return self._answer(prompt=prompt, step=step)["tokens_s"]
-
-    def _answer(self, **question: int) -> dict[str, float]:
-        assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.write(json.dumps(question) + "\n")
-            self.process.stdin.flush()
-        return self.read()
-
-    def read(self) -> dict[str, float]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        answer = json.loads(line) if line else {"error": "the measuring process ended"}
-        if "error" in answer:
-            raise NoOwnTime(answer["error"])
-        return {name: float(value) for name, value in answer.items()}
-
-
-@contextlib.contextmanager
-def measuring(model: Path, logs: Path) -> Iterator[OwnTime]:
-    """Yield a process with a model loaded by mlx-lm. Raises NotApplicable if it can't be timed."""
-    command, pipe = [sys.executable, "-m", "mlxcache.bench.own_time", str(model)], subprocess.PIPE
-    with (logs / "own_time.log").open("wb") as errors:
-        process = subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, stderr=errors, text=True, start_new_session=True
-        )
-    try:
-        own = OwnTime(process)
-        try:
-            own.read()
-        except NoOwnTime as why:
-            raise NotApplicable(f"mlx-lm alone cannot be timed: {why}") from why
-        yield own
-    finally:
-        process.kill()
-        process.communicate()

@@ -16,7 +16,8 @@ from functools import partial
 from mlxcache.bench.client import Client, Messages, Reply
 from mlxcache.bench.context import WORKING_BYTES, Context, settle
 from mlxcache.bench.findings import NotApplicable, by, middle
-from mlxcache.bench.process import OURS, THEIRS, OwnTime, Server
+from mlxcache.bench.own_time import OwnTime
+from mlxcache.bench.process import OURS, THEIRS, Server
 from mlxcache.bench.turns import Visit, at_once
 from mlxcache.command_buffers import LARGE, OWN
 from mlxcache.config.settings import SETTINGS

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from mlxcache.bench.equality import rounding
-from mlxcache.bench.own_time import LoneModel
-from mlxcache.bench.process import NoOwnTime, measuring
+from mlxcache.bench.own_time import LoneModel, NoOwnTime, measuring
 from mlxcache.types import token_ids
 from tests.toys.toy import make_toy
 

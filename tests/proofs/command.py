@@ -15,7 +15,8 @@ from mlxcache.bench import command, report
 from mlxcache.bench.command import Bench, Options, check_names, conduct, launches
 from mlxcache.bench.context import Scale
 from mlxcache.bench.findings import Findings
-from mlxcache.bench.process import Server, measuring, running
+from mlxcache.bench.own_time import measuring
+from mlxcache.bench.process import Server, running
 from mlxcache.bench.prove_engine import Scenario, restore_speed, write_behind
 from mlxcache.bench.replay import Replay
 from mlxcache.bench.turns import PARTING, SCENARIOS, Filler
