@@ -22,6 +22,7 @@ from mlxcache.guess.rule import PassCosts
 from mlxcache.model import kv
 from mlxcache.model.guidance.guide import Guide
 from mlxcache.model.load import Loaded, ModelSpec, load
+from mlxcache.model.output import OutputParser
 from mlxcache.model.pair import Pair
 from mlxcache.model.sampling import make_processors, make_sampler
 from mlxcache.residency import memory as core
@@ -67,7 +68,7 @@ def each_model_is_measured_once() -> Iterator[None]:
         yield
 
 
-class PlainParser:
+class PlainParser(OutputParser):
     """A parser that knows no text: every token is a piece of its own."""
 
     done: FinishReason | None = None
@@ -75,6 +76,9 @@ class PlainParser:
     reasoning_tokens = 0
     in_text = True
     thinking = False
+
+    def __init__(self) -> None:
+        """It reads nothing of a tokenizer."""
 
     def feed(self, token: int) -> list[Piece]:
         return [Text(str(token))]

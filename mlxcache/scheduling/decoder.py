@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -25,11 +25,7 @@ from mlxcache.model.guidance.guide import Bitmask, Guide
 from mlxcache.model.guidance.thinking import Steering
 from mlxcache.model.kv import Caches
 from mlxcache.model.lineage import Lineage
-from mlxcache.model.sampling import masked
-
-Sampler = Callable[[mx.array], mx.array]
-Processor = Callable[[mx.array, mx.array], mx.array]
-
+from mlxcache.model.sampling import Processor, Sampler, masked
 
 WAIT_BYTES = 32 << 20
 """Bytes of KV from which a pass waits for the one before it.
@@ -136,11 +132,19 @@ class Drawn:
     logprobs: mx.array
 
 
+class Pending(NamedTuple):
+    """A token for each row that was drawn and not handed out yet; the first axis is the rows."""
+
+    tokens: mx.array
+    logprobs: mx.array
+    finite: mx.array
+
+
 class Decoder:
     """Steps rows together over `caches`: the caches of a single lineage, or merged batch caches.
 
-    `pending`: the pending token of each row, drawn but not handed out yet, shape (rows,); None
-    before `start`. `nbytes()` returns the bytes of KV that a step reads and writes to.
+    `pending`: None before `start`. `nbytes()` returns the bytes of KV that a step reads and writes
+    to.
     """
 
     def __init__(
@@ -154,9 +158,7 @@ class Decoder:
         self.rows = rows
         self.caches = caches
         self._nbytes = nbytes
-        self.pending: mx.array | None = None
-        self.logprobs: mx.array | None = None
-        self.finite: mx.array | None = None
+        self.pending: Pending | None = None
 
     @staticmethod
     def of_lineage(model: Module, row: DecoderRow, lineage: Lineage) -> Decoder:
@@ -168,25 +170,21 @@ class Decoder:
     def peek(self) -> list[list[Drawn]]:
         """Return what the next `step` hands out first, once the pass that drew it has ended."""
         assert self.pending is not None
-        assert self.logprobs is not None
-        assert self.finite is not None
-        return self._drawn(self.pending, self.logprobs, self.finite)
+        return self._drawn(self.pending)
 
     def step(self) -> list[list[Drawn]]:
         """Return a list for each row, with its pending token; start the pass that feeds these.
 
         A list is empty if the logits were not finite. A step that failed can be repeated.
         """
-        tokens, logprobs, finite = self.pending, self.logprobs, self.finite
-        assert tokens is not None
-        assert logprobs is not None
-        assert finite is not None
+        pending = self.pending
+        assert pending is not None
         before = [(copy(row.sampler), row.context) for row in self.rows]
         try:
-            self._advance(tokens)
-            return self._drawn(tokens, logprobs, finite)
+            self._advance(pending.tokens)
+            return self._drawn(pending)
         except BaseException:  # a second try must draw the same tokens
-            self.pending, self.logprobs, self.finite = tokens, logprobs, finite
+            self.pending = pending
             for row, (sampler, context) in zip(self.rows, before, strict=True):
                 row.set_draws(sampler, context)
             raise
@@ -201,11 +199,7 @@ class Decoder:
         every = [self, *others]
         caches = batches.join(self.caches, [one.caches for one in others], batched=batched)
         joint = self._over([row for one in every for row in one.rows], caches, nbytes)
-        joint._set_pending(
-            _joined([one.pending for one in every]),
-            _joined([one.logprobs for one in every]),
-            _joined([one.finite for one in every]),
-        )
+        joint._set_pending(_joined([one.pending for one in every]))
         return joint
 
     def _over(self, rows: list[DecoderRow], caches: Caches, nbytes: Callable[[], int]) -> Decoder:
@@ -239,21 +233,21 @@ class Decoder:
 
     def drop(self) -> None:
         """Drop the batch; the decoder must not be used any more."""
-        self.caches, self.pending, self.logprobs, self.finite = [], None, None, None
+        self.caches, self.pending = [], None
 
     def _take(self, other: Decoder, rows: slice | mx.array) -> None:
-        if other.pending is not None and other.logprobs is not None and other.finite is not None:
-            self._set_pending(other.pending[rows], other.logprobs[rows], other.finite[rows])
+        if other.pending is not None:
+            self._set_pending(Pending(*(each[rows] for each in other.pending)))
 
-    def _set_pending(self, pending: mx.array, logprobs: mx.array, finite: mx.array) -> None:
-        """Set the pending tokens, shape (rows,); on a GPU, start to evaluate them at once.
+    def _set_pending(self, pending: Pending) -> None:
+        """Set the pending tokens; on a GPU, start to evaluate them at once.
 
         A GPU reports errors late. Without this start the tokens would be evaluated with the next
         pass, and fail with it.
         """
         if device.defers_errors():
-            mx.async_eval(pending, logprobs, finite)  # type: ignore[no-untyped-call]
-        self.pending, self.logprobs, self.finite = pending, logprobs, finite
+            mx.async_eval(*pending)  # type: ignore[no-untyped-call]
+        self.pending = pending
 
     @property
     def places(self) -> dict[str, mx.array]:
@@ -271,15 +265,20 @@ class Decoder:
         """Number of tokens of each row that the next step adds to the KV for good."""
         return 1
 
-    def _drawn(self, tokens: mx.array, logprobs: mx.array, finite: mx.array) -> list[list[Drawn]]:
-        values, sound = np.asarray(tokens).tolist(), np.asarray(finite).tolist()
+    def _drawn(self, pending: Pending) -> list[list[Drawn]]:
+        values, sound = self._read(pending)
+        return [
+            [Drawn(row, values[i], pending.logprobs[i])] if sound[i] else []
+            for i, row in enumerate(self.rows)
+        ]
+
+    def _read(self, pending: Pending) -> tuple[list[int], list[bool]]:
+        """Return the tokens, and which are sound: rows with logits that are not finite fail."""
+        values, sound = np.asarray(pending.tokens).tolist(), np.asarray(pending.finite).tolist()
         for row, is_sound in zip(self.rows, sound, strict=True):
             if not is_sound:
                 row.fail(row.error or NonFiniteOutput())
-        return [
-            [Drawn(row, values[i], logprobs[i])] if sound[i] else []
-            for i, row in enumerate(self.rows)
-        ]
+        return values, sound
 
     def _advance(self, inputs: mx.array) -> None:
         logits = self.model(inputs[:, None], cache=self.caches, **self.places)[:, -1, :]
@@ -296,20 +295,16 @@ class Decoder:
         contexts = [row.context for row in self.rows if row.processors]
         evaluate = mx.async_eval if begun else self._begin
         evaluate(drawn, logprobs, finite, contexts)
-        self.pending, self.logprobs, self.finite = drawn, logprobs, finite
+        self.pending = Pending(drawn, logprobs, finite)
         for row in self.rows:
             row.note_drawn()
 
     def _restrict(self, logits: mx.array) -> mx.array:
         """Apply the guides' masks, computed on the CPU while the device computes `logits`."""
         self._begin(logits)
-        after: list[int | None] = [None] * len(self.rows)
+        after: Sequence[int | None] = [None] * len(self.rows)
         if self.pending is not None:
-            sound = np.asarray(self.finite).tolist()
-            after = np.asarray(self.pending).tolist()
-            for row, is_sound in zip(self.rows, sound, strict=True):
-                if not is_sound:
-                    row.fail(row.error or NonFiniteOutput())
+            after, _ = self._read(self.pending)
         masks = [row.allowed_after(token) for row, token in zip(self.rows, after, strict=True)]
         return masked(logits, masks) if any(mask is not None for mask in masks) else logits
 
@@ -373,8 +368,8 @@ def processed(row: DecoderRow, context: mx.array, logits: mx.array) -> mx.array:
     return logits
 
 
-def _joined(parts: Sequence[mx.array | None]) -> mx.array:
+def _joined(parts: Sequence[Pending | None]) -> Pending:
     found = [part for part in parts if part is not None]
     if len(found) < len(parts):
         raise ValueError("a decoder that was not started cannot be joined")
-    return mx.concatenate(found)
+    return Pending(*(mx.concatenate(list(each)) for each in zip(*found, strict=True)))

@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from mlxcache.cache.checkpoints import SPACING
 from mlxcache.cache.kv_cache import Lease
@@ -14,6 +13,7 @@ from mlxcache.cache.restore import DiskLookup
 from mlxcache.errors import MlxcacheError
 from mlxcache.model.guidance.guide import Guide
 from mlxcache.model.guidance.thinking import ThinkingBudget
+from mlxcache.model.output import OutputParser
 from mlxcache.model.sampling import skip_draws
 from mlxcache.owner import own_ids
 from mlxcache.prompt.chat_prompt import make_reply
@@ -42,24 +42,6 @@ log = logging.getLogger("mlxcache.engine")
 Outcome = FinishReason | MlxcacheError
 
 
-class Parser(Protocol):
-    """What turns token ids into pieces of a reply; see `model.output.OutputParser`."""
-
-    done: FinishReason | None
-    stop_sequence: str | None
-    reasoning_tokens: int
-
-    @property
-    def in_text(self) -> bool: ...
-
-    @property
-    def thinking(self) -> bool: ...
-
-    def feed(self, token: int) -> list[Piece]: ...
-
-    def finish(self, reason: FinishReason) -> list[Piece]: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Output:
     """Decoder row and parser of an admitted task's reply.
@@ -68,7 +50,7 @@ class Output:
     that repeats itself. `budget`: limits the tokens of thinking blocks.
     """
 
-    parser: Parser
+    parser: OutputParser
     row: DecoderRow
     logprob: Callable[[Drawn], TokenLogprob] | None = None
     loop: LoopGuard | None = None

@@ -23,8 +23,15 @@ from mlxcache.model.guidance.guide import Bitmask, Guide
 from mlxcache.model.guidance.thinking import allows
 from mlxcache.model.kv import State
 from mlxcache.model.lineage import Lineage
-from mlxcache.model.sampling import masked
-from mlxcache.scheduling.decoder import Decoder, DecoderRow, Drawn, Sampler, normalised, processed
+from mlxcache.model.sampling import Sampler, masked
+from mlxcache.scheduling.decoder import (
+    Decoder,
+    DecoderRow,
+    Drawn,
+    Pending,
+    normalised,
+    processed,
+)
 from mlxcache.types import GuessSource, Tokens
 
 
@@ -287,7 +294,8 @@ class Verifier(Decoder):
         """Ids of the tokens that the next step hands out, if the newest pass checked a guess."""
         if not self._settled or self.pending is None:
             return []
-        return [*(drawn.token for drawn in self._accepted), *np.asarray(self.pending).tolist()]
+        newest = np.asarray(self.pending.tokens).tolist()
+        return [*(drawn.token for drawn in self._accepted), *newest]
 
     @property
     def feeds(self) -> int:
@@ -330,7 +338,9 @@ class Verifier(Decoder):
         row.resume(after.sampler, after.context, after.guide)
         self._accepted = [Drawn(row, tokens[i], flight.logprobs[i][0]) for i in range(right)]
         chosen = slice(right, right + 1)
-        self._set_pending(flight.tokens[chosen], flight.logprobs[right], flight.finite[chosen])
+        self._set_pending(
+            Pending(flight.tokens[chosen], flight.logprobs[right], flight.finite[chosen])
+        )
         self._settled = True
         self._note_end(len(guess), right)
 
@@ -409,14 +419,12 @@ class Verifier(Decoder):
 
     def _step_over(self, again: Sequence[int], count: int) -> list[Drawn]:
         """Start a pass over `again`, the pending token and a guess; return that token."""
-        newest, logprobs, finite = self.pending, self.logprobs, self.finite
-        assert newest is not None
-        assert logprobs is not None
-        assert finite is not None
+        pending = self.pending
+        assert pending is not None
         (row,) = self.rows
         row.apply_steering()
-        flight = self._launch(newest, again, count)
-        (ready,) = self._drawn(newest, logprobs, finite)
+        flight = self._launch(pending.tokens, again, count)
+        (ready,) = self._drawn(pending)
         self._set_running(flight)
         return ready
 
@@ -426,8 +434,7 @@ class Verifier(Decoder):
             return
         (row,), after = self.rows, flight.after[0]
         row.resume(after.sampler, after.context, after.guide)
-        self.pending, self.finite = flight.tokens, flight.finite
-        self.logprobs = flight.logprobs[0]
+        self.pending = Pending(flight.tokens, flight.logprobs[0], flight.finite)
 
     def _launch(self, newest: mx.array, again: Sequence[int], count: int) -> _Flight:
         (row,), lineage = self.rows, self._lineage
