@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlxcache.model import device, kv
-from mlxcache.model.arrays import joined, readable, tree_arrays
+from mlxcache.model.arrays import copied, joined, readable, tree_arrays
 from mlxcache.model.kv import Caches, Layout, State
 from mlxcache.types import Tokens
 
@@ -74,8 +74,24 @@ class Lineage:
         try:
             self._refill(sources, capacity)
         except BaseException:
-            if not (self.length and list(sources) == [(self, 0, self.length)]):
+            if self.length and list(sources) == [(self, 0, self.length)]:
+                self._undo_growth()
+            else:
                 self.release()
+            raise
+
+    def _undo_growth(self) -> None:
+        """Cut the buffers that were enlarged before others failed; release all if that fails."""
+        try:
+            for slot in self.linear:
+                for j, array in enumerate(kv.arrays_of(slot)):
+                    if array.shape[2] > self.capacity:
+                        cut = copied(array[..., : self.capacity, :])
+                        mx.eval(cut)
+                        device.confirm()
+                        kv.sliced(slot).put(slot, j, cut)
+        except BaseException:
+            self.release()
             raise
 
     def _refill(self, sources: Sequence[Span], capacity: int) -> None:

@@ -38,7 +38,9 @@ async def test_the_tree_is_of_a_thousand_sessions_at_most(
     assert book.asked == [100, 1, 1000]
 
 
-@pytest.mark.parametrize("query", ["limit=1001", "limit=99999999999999999", "limit=0", "nodes=0", "limit=" + "9" * 90])
+@pytest.mark.parametrize(
+    "query", ["limit=1001", "limit=99999999999999999", "limit=0", "nodes=0", "limit=" + "9" * 90]
+)
 async def test_more_than_that_and_none_are_refused_before_anything_is_looked_up(
     client: httpx.AsyncClient, book: Book, query: str
 ) -> None:

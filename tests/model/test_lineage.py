@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from mlxcache.cache.kv_cache import KVCache
-from mlxcache.model import device, kv, serialise
+from mlxcache.model import arrays, device, kv, lineage, serialise
 from mlxcache.model.lineage import Lineage
 from mlxcache.tree.budget import Budget
 from mlxcache.types import token_ids
@@ -60,29 +60,29 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Waits:
 
 
 def filled(layout: kv.Layout, copy_bytes: int, *, capacity: int = LENGTH) -> Lineage:
-    lineage = Lineage(layout, copy_bytes)
-    lineage.grow(capacity)
+    line = Lineage(layout, copy_bytes)
+    line.grow(capacity)
     tail = [
         [mx.random.normal((1, heads, LENGTH, dim)).astype(dtype) for heads, dim, dtype in spec]
         for spec in layout.specs
     ]
     mx.eval(tail)
-    lineage.append(tail, LENGTH)
-    return lineage
+    line.append(tail, LENGTH)
+    return line
 
 
-def content(lineage: Lineage) -> list[Any]:
+def content(line: Lineage) -> list[Any]:
     return [
-        np.array(lineage.view(i, j, lineage.base, lineage.length))
-        for i, spec in enumerate(lineage.layout.specs)
+        np.array(line.view(i, j, line.base, line.length))
+        for i, spec in enumerate(line.layout.specs)
         for j in range(len(spec))
     ]
 
 
-def same(lineage: Lineage, expected: list[Any], start: int = 0, end: int = LENGTH) -> bool:
+def same(line: Lineage, expected: list[Any], start: int = 0, end: int = LENGTH) -> bool:
     return all(
         np.array_equal(mine, theirs[:, :, start:end])
-        for mine, theirs in zip(content(lineage), expected, strict=True)
+        for mine, theirs in zip(content(line), expected, strict=True)
     )
 
 
@@ -100,6 +100,25 @@ def test_growing_copying_and_appending_wait_for_few_evaluations(
     assert waits.during(lambda: line.compact(20, 70)) == 1
     assert same(line, expected, 20, 70)
     assert waits.during(lambda: twin.detach(10, 60)) == 1
+
+
+def test_a_growth_that_fails_half_way_leaves_the_buffers_as_they_were(
+    layout: kv.Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = filled(layout, 8 * ONE * LENGTH)
+    expected = content(line)
+    calls = iter(range(ARRAYS))
+
+    def fail_late(parts: list[mx.array]) -> mx.array:
+        if next(calls) == ARRAYS // 2:
+            raise MemoryError
+        return arrays.joined(parts)
+
+    monkeypatch.setattr(lineage, "joined", fail_late)
+    with pytest.raises(MemoryError):
+        line.grow(300)
+    assert {a.shape[2] for slot in line.linear for a in kv.arrays_of(slot)} == {LENGTH}
+    assert same(line, expected)
 
 
 def test_the_lineages_of_a_cache_copy_as_much_at_once_as_it_was_given(layout: kv.Layout) -> None:
