@@ -6,9 +6,13 @@ Needs `pip install anthropic`. From the second turn on, the server computes only
 """
 
 import argparse
+import sys
 import time
 
-from anthropic import Anthropic
+try:
+    from anthropic import Anthropic
+except ModuleNotFoundError:
+    sys.exit(f"This example needs Anthropic's SDK: {sys.executable} -m pip install anthropic")
 
 SYSTEM = "You explain how computers work, in short sentences and with one example each. " * 40
 QUESTIONS = ["What is a cache?", "Why is it fast?", "When does it not help?"]

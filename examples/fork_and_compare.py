@@ -6,9 +6,14 @@ Needs `pip install openai`. A fork is a separate session: you can rename, pin, e
 """
 
 import argparse
+import sys
 
 import httpx
-from openai import OpenAI
+
+try:
+    from openai import OpenAI
+except ModuleNotFoundError:
+    sys.exit(f"This example needs OpenAI's SDK: {sys.executable} -m pip install openai")
 
 SYSTEM = "You plan small programs, in short sentences. " * 40
 WAYS = ["Plan it with one file.", "Plan it with many small files."]

@@ -7,9 +7,14 @@ so this program needs little memory even for a session of 10 GB.
 """
 
 import argparse
+import sys
 
 import httpx
-from openai import OpenAI
+
+try:
+    from openai import OpenAI
+except ModuleNotFoundError:
+    sys.exit(f"This example needs OpenAI's SDK: {sys.executable} -m pip install openai")
 
 SYSTEM = "You keep a diary of a journey, in short sentences. " * 40
 

@@ -6,9 +6,13 @@ Needs `pip install openai`. From the second turn on, the server computes only th
 """
 
 import argparse
+import sys
 import time
 
-from openai import OpenAI
+try:
+    from openai import OpenAI
+except ModuleNotFoundError:
+    sys.exit(f"This example needs OpenAI's SDK: {sys.executable} -m pip install openai")
 
 SYSTEM = "You explain how computers work, in short sentences and with one example each. " * 40
 QUESTIONS = ["What is a cache?", "Why is it fast?", "When does it not help?"]

@@ -7,11 +7,16 @@ session, reuse it.
 """
 
 import argparse
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
-from openai import OpenAI
+
+try:
+    from openai import OpenAI
+except ModuleNotFoundError:
+    sys.exit(f"This example needs OpenAI's SDK: {sys.executable} -m pip install openai")
 
 DOCUMENT = "Section {n}: a cache keeps what was computed, so that it need not be computed again. "
 QUESTIONS = ["What is it about?", "Who is it for?", "What is missing?", "Sum it up in a line."]

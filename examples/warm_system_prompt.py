@@ -7,10 +7,15 @@ does it whenever the server starts.
 """
 
 import argparse
+import sys
 import time
 
 import httpx
-from openai import OpenAI
+
+try:
+    from openai import OpenAI
+except ModuleNotFoundError:
+    sys.exit(f"This example needs OpenAI's SDK: {sys.executable} -m pip install openai")
 
 SYSTEM = "You review patches. Say what is wrong, where, and how to put it right. " * 40
 TOOLS = [

@@ -48,6 +48,23 @@ def test_a_conversation_is_warm_from_its_second_turn(name, run, server: Served):
         assert now[0] >= before[1] - 1
 
 
+@pytest.mark.parametrize(
+    ("name", "package"),
+    [
+        *(
+            (name, "openai")
+            for name in ("openai_chat.py", "fork_and_compare.py", "move_session.py")
+        ),
+        *((name, "openai") for name in ("shared_document.py", "warm_system_prompt.py")),
+        ("anthropic_chat.py", "anthropic"),
+    ],
+)
+def test_an_example_without_its_sdk_says_how_to_install_it(name, package, run, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(SystemExit, match=f"{sys.executable} -m pip install {package}$"):
+        run(name)
+
+
 def test_a_document_that_many_sessions_ask_about_is_computed_once(run, server: Served):
     """The first question is cold; of all others the document is cached, and it is held once."""
     printed = run("shared_document.py", "--base-url", server.url)
