@@ -21,7 +21,8 @@ from rich.text import Text
 
 from mlxcache.cli.options import ApiKey, Json, Url, find_server, read_input
 from mlxcache.cli.output import count_bar, narrow_console, reporting
-from mlxcache.cli.show import Result, format_count
+from mlxcache.cli.sessions import find_session
+from mlxcache.cli.show import Result, format_age, format_count
 from mlxcache.common_prefix import common_characters
 from mlxcache.config import Settings, load_settings
 from mlxcache.errors import BadRequest, MlxcacheError, ModelError, NotFound
@@ -49,6 +50,7 @@ _OTHER_BODIES = (
 
 _EXCERPT = 64
 _MAX_FINDINGS = 20
+_MAX_LOSSES = 5
 
 _REASONS = {
     "edited": "history was changed",
@@ -64,7 +66,14 @@ def _file(help: str) -> Any:
 
 
 def explain(
-    first: Annotated[Path, _file("A chat request of any API as JSON; - reads standard input.")],
+    first: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="FILE|SESSION",
+            help="A chat request of any API as JSON; - reads standard input. A session's id: what "
+            "its last requests lost. Omitted: the last request that lost something.",
+        ),
+    ] = None,
     second: Annotated[
         Path | None, _file("The request that followed it. Omitted: audit the first.")
     ] = None,
@@ -89,10 +98,15 @@ def explain(
     """Explain where two requests differ, why, and what that costs; or audit one request.
 
     The files are bodies of chat requests, as `serve --record DIR` writes them. A server is needed
-    only for a body with `previous_response_id`: the earlier part of the conversation is read from
-    it.
+    for a body with `previous_response_id`, whose earlier part of the conversation is read from it,
+    and for what the requests of a session lost.
     """
     with reporting():
+        if first is None or (first.name.startswith("ses_") and not first.exists()):
+            explain_losses(find_server(url, api_key), None if first is None else first.name).print(
+                as_json=as_json
+            )
+            return
         flags = {"model": model, "no_canonicalise": no_canonicalise}
         settings = load_settings(flags, os.environ)
         server = partial(find_server, url, api_key)
@@ -103,6 +117,28 @@ def explain(
             found = explain_pair(one, other, settings) if other else audit_one(one, settings)
         text = partial(print_audit if second is None else print_pair, found)
         Result(found, text).print(as_json=as_json)
+
+
+def explain_losses(server: Remote, session: str | None) -> Result:
+    """Explain the last losses of a session, or the last one of all requests."""
+    lost = [one for one in server.requests(1000) if one["lost"] and one["lost"]["lost_tokens"]]
+    if session is None:
+        found = lost[:1]
+    else:
+        named = find_session(server.sessions(), session)
+        own = (named["id"], named["label"])
+        found = [one for one in lost if one["session"] in own][:_MAX_LOSSES]
+    return Result({"object": "list", "data": found}, partial(_print_losses, found))
+
+
+def _print_losses(found: Sequence[Mapping[str, Any]]) -> None:
+    out = narrow_console()
+    if not found:
+        out.print("Nothing was lost by the requests that the server remembers.")
+    for one in found:
+        age, lost = format_age(one["created_at"]), one["lost"]
+        out.print(f"{one['id']}, session {one['session'] or '-'}, {age}")
+        _print_lost(out, lost, one["prompt_tokens"])
 
 
 def explain_pair(one: dict[str, Any], other: dict[str, Any], settings: Settings) -> dict[str, Any]:
@@ -336,11 +372,12 @@ def print_pair(found: Mapping[str, Any]) -> None:
 
 
 def _print_lost(out: Console, lost: Mapping[str, Any], total: int) -> None:
+    reason = lost["reason"]
     out.print(
         Text.assemble(
-            ("Differs", "bold red"),
+            ("Differs" if reason in _REASONS else "Lost", "bold red"),
             f" at token {lost['at_token']:,} of {total:,}: ",
-            f"{_REASONS[lost['reason']]}, ",
+            f"{_REASONS.get(reason, reason)}, ",
             (lost["cause"], "bold"),
             ".",
         )

@@ -6,9 +6,11 @@ import copy
 import importlib
 import json
 import random
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -614,6 +616,33 @@ def test_a_continued_response_needs_its_server(tmp_path):
     told = " ".join(output.split())
     assert "only its new items: it continues the response resp_1" in told
     assert "No mlxcache server answers at http://127.0.0.1:9" in told
+
+
+@pytest.mark.parametrize(
+    ("session", "explained"),
+    [(None, ["req_3"]), ("ses_a", ["req_2", "req_1"]), ("ses_b", ["req_3"]), ("ses_c", [])],
+)
+def test_the_losses_of_a_session_or_the_last_of_all_are_explained(session, explained, capsys):
+    """A request has the session's label until the session has an id."""
+    lost = {"at_token": 20, "reason": "evicted", "cause": "memory", "where": "", "lost_tokens": 9}
+    lost |= {"before": "", "after": "", "advice": "raise --ram"}
+    senders = (("req_4", "ses_a", None), ("req_3", "label", lost))
+    senders += (("req_2", "ses_a", lost), ("req_1", "ses_a", lost))
+    requests = [
+        {"id": id, "session": by, "lost": one, "prompt_tokens": 40, "created_at": 0.0}
+        for id, by, one in senders
+    ]
+    labels = {"ses_a": None, "ses_b": "label", "ses_c": None}
+    sessions = [
+        {"id": id, "name": None, "title": None, "label": label, "model": "m"}
+        for id, label in labels.items()
+    ]
+    server = SimpleNamespace(requests=lambda limit: requests, sessions=lambda: sessions)
+    command.explain_losses(server, session).print(as_json=False)
+    output = capsys.readouterr().out
+    assert re.findall("req_[0-9]", output) == explained
+    assert ("raise --ram" in output) == bool(explained)
+    assert ("Nothing was lost" in output) == (not explained)
 
 
 def test_the_demo_needs_no_server_and_no_weights():
