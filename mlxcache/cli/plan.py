@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import typer
 
+from mlxcache.cli.connect import own_command
 from mlxcache.cli.options import (
     ApiKey,
     Config,
@@ -50,7 +51,10 @@ BAR = 30
 
 Model = Annotated[
     str | None,
-    typer.Option(metavar="PATH|HUB_ID", help="The model. Its weights need not be on this machine."),
+    typer.Option(
+        metavar="PATH|HUB_ID",
+        help="The model. Its config.json is enough: its weights need not be on this machine.",
+    ),
 ]
 Users = Annotated[
     int | None,
@@ -149,7 +153,10 @@ def plan(
     with reporting():
         settings = load_settings({"model": model, **flags}, os.environ, config).for_request(None)
         if settings.model is None:
-            raise ConfigError("--model is missing: name the model to plan for")
+            raise ConfigError(
+                "--model is missing: name a folder with config.json, or a Hub id, such as "
+                f"`{own_command()} plan --model mlx-community/Qwen3-4B-Instruct-2507-4bit`"
+            )
         if trace is not None and context is not None:
             raise ConfigError("--context and --trace exclude each other: a trace has its lengths")
         from mlxcache.plan.plan import make_plan  # noqa: PLC0415 - numpy and MLX take a while
@@ -207,7 +214,8 @@ def _examine(settings: Settings, context: int | None) -> Examined:
 
     assert settings.model is not None
     spec = spec_of(settings, settings.model)
-    found = examine(replace(spec, id=None, context=None, draft=None), settings.kv_bits)
+    bare = replace(spec, id=None, context=None, draft=None)
+    found = examine(bare, settings.kv_bits, needs_weights=False)
     if context is not None and context > found.info.max_context_length:
         raise ConfigError(
             f"--context {context} is more than the {found.info.max_context_length} tokens that "

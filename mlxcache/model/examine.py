@@ -15,8 +15,10 @@ from typing import Any, get_args
 
 import mlx.core as mx
 from mlx import nn
+from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes, load_config
 
+from mlxcache.config.models import find_folder
 from mlxcache.errors import ModelError
 from mlxcache.model import kv
 from mlxcache.model.adapters import Checkpointed, Kind, Sliced, adapter_of, class_name
@@ -61,11 +63,12 @@ class Examined:
     unseen: str | None = None
 
 
-def examine(spec: ModelSpec, kv_bits: int | None = None) -> Examined:
+def examine(spec: ModelSpec, kv_bits: int | None = None, *, needs_weights: bool = True) -> Examined:
     """Determine how a model's layers cache and how many bytes they need, without its weights.
 
     If the model is not on this machine, only its config.json is downloaded, and random weights that
-    are never computed replace its own. With a draft model, both are examined as one. Blocks for a
+    are never computed replace its own; so they do for a folder without weights, unless
+    `needs_weights`. With a draft model, both are examined as one. Blocks for a
     download. Raises ModelError if the model cannot be found, fed, or used with `kv_bits` or the
     draft model.
     """
@@ -75,8 +78,10 @@ def examine(spec: ModelSpec, kv_bits: int | None = None) -> Examined:
                 f"{spec.model} and {spec.draft} cannot be examined together before both are on "
                 "this machine: leave out --draft-model"
             )
-        if here(spec.model) is None:
-            path, weights = outline(spec.model)
+        folder = find_folder(spec.model)
+        bare = folder is not None and not needs_weights and not any(folder.glob("*.safetensors"))
+        if bare or here(spec.model) is None:
+            path, weights = outline(spec.model) if folder is None else (folder, None)
             model, info = _outlined(spec, path, weights)
             unseen = why_unseen(spec, load_config(path)) if info.backend == "mlx-lm" else None
         else:
@@ -102,7 +107,7 @@ def _unquantised(model: Any) -> str | None:
     return None
 
 
-def _outlined(spec: ModelSpec, path: Path, weights: int) -> tuple[nn.Module, ModelInfo]:
+def _outlined(spec: ModelSpec, path: Path, weights: int | None) -> tuple[nn.Module, ModelInfo]:
     config = load_config(path)
     images = spec.images and spec.adapter is None  # its weights are not here to be looked at
     backend = choose_backend(config, spec.model, images=images)
@@ -110,6 +115,8 @@ def _outlined(spec: ModelSpec, path: Path, weights: int) -> tuple[nn.Module, Mod
     sections = (config, config.get("text_config") or {})
     names = (one.get("dtype") or one.get("torch_dtype") for one in sections)
     model.set_dtype(_DTYPES.get(next(filter(None, names), ""), mx.bfloat16))
+    if weights is None:
+        weights = _estimate_weights(model, config)
     native = native_length(config)
     length = context_length(native, spec.context)
     info = ModelInfo(
@@ -126,6 +133,16 @@ def _outlined(spec: ModelSpec, path: Path, weights: int) -> tuple[nn.Module, Mod
         backend=backend,
     )
     return model, info
+
+
+def _estimate_weights(model: nn.Module, config: Mapping[str, Any]) -> int:
+    """Return the bytes of weights of that shape; quantised ones have a scale and a bias a group."""
+    shapes: list[mx.array] = [one for _, one in tree_flatten(model.parameters())]
+    stored = config.get("quantization") or {}
+    if not stored.get("bits"):
+        return sum(one.nbytes for one in shapes)
+    bits = stored["bits"] + 32 / stored.get("group_size", 64)
+    return round(sum(one.size for one in shapes) * bits / 8)
 
 
 def _made(config: Mapping[str, Any], backend: Backend, *, images: bool) -> nn.Module:

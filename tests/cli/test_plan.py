@@ -37,6 +37,23 @@ def test_a_plan_for_some_users(toy: ToyMaker, tmp_path: Path) -> None:
     assert "First token" in shown
 
 
+def test_a_folder_with_only_the_config_is_planned_with_the_same_kv(
+    toy: ToyMaker, tmp_path: Path
+) -> None:
+    arguments = ("--context", "3000", "--ram", "100MB", "--disk", "off", "--json")
+    whole = toy("llama")
+    config = json.loads((whole / "config.json").read_text()) | {"dtype": "float32"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = [json.loads(plan(one, *arguments).stdout) for one in (whole, tmp_path)]
+    assert found[0]["machine"]["bytes_per_token"] == found[1]["machine"]["bytes_per_token"]
+    assert found[0]["hit_rate"] == found[1]["hit_rate"]
+
+
+def test_a_plan_without_a_model_says_what_to_type() -> None:
+    result = CliRunner().invoke(app, ["plan"], env=WIDE)
+    assert (result.exit_code, "plan --model mlx-community/" in result.output) == (2, True)
+
+
 def test_a_plan_for_a_trace_without_speeds_has_no_times(toy: ToyMaker, tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     row = {"timestamp": 0, "input_length": 300, "output_length": 5, "hash_ids": [1]}
