@@ -16,22 +16,23 @@ from mlxcache.config import format_size
 _RULES = "Requests canonicalised, by rule"
 
 _GROUPS = (
-    ("Memory", ("ram", "active_bytes", "reserved_bytes", "mlx", "pressure")),
-    ("Memory budget, by kind", ("ram.kinds",)),
+    ("In short", ("tokens.cached", "ram.used_bytes", "disk.used_bytes")),
+    ("Requests since the start", ("requests", "queue", "saved", "contained")),
+    ("Tokens since the start", ("tokens", "guesses", "anticipated")),
     ("Disk", ("disk", "pending_bytes", "restores")),
     ("Disk, by kind", ("disk.kinds",)),
     ("Remote", ("remote",)),
     ("Exchanged with other servers, through the remote", ("remote.exchange",)),
     ("Prefix tree", ("sessions", "tree_tokens", "segments", "checkpoints", "bytes_per_token")),
-    ("Requests since the start", ("requests", "queue", "saved", "contained")),
-    ("Tokens since the start", ("tokens", "guesses", "anticipated")),
+    ("Memory", ("ram", "active_bytes", "reserved_bytes", "mlx", "pressure")),
+    ("Memory budget, by kind", ("ram.kinds",)),
     ("Evictions from RAM", ("evictions",)),
     (_RULES, ("canonicalised",)),
 )
 """Headings with the keys of `GET /v1/cache` shown below each; the longest that matches is used."""
 
 _LEGEND = {
-    "ram.used_bytes": ("used", "prefixes that are kept, of --ram"),
+    "ram.used_bytes": ("RAM", "prefixes that are kept, of --ram"),
     "ram.high_water_bytes": ("high water", "the most that was ever reserved"),
     "ram.withheld_bytes": ("withheld", "of --ram, while memory is short"),
     "ram.buffers": ("buffers", "MLX arrays that are held"),
@@ -54,7 +55,7 @@ _LEGEND = {
     "ram.kinds.images": ("images", "image rows of a prompt"),
     "ram.kinds.import": ("import", "a prompt cache that is read"),
     "ram.kinds.withheld": ("withheld", "while memory is short"),
-    "disk.used_bytes": ("used", "of --disk"),
+    "disk.used_bytes": ("disk", "prefixes and their index, of --disk"),
     "disk.written_bytes": ("written", "since the start"),
     "disk.written_tokens": ("written tokens", "since the start"),
     "disk.evicted_files": ("evicted files", "since the start"),
@@ -78,7 +79,7 @@ _LEGEND = {
     "remote.damaged_objects": ("damaged objects", "read and not used"),
     "remote.upload_bytes_per_s": ("upload bandwidth", "of recent transfers"),
     "remote.download_bytes_per_s": ("download bandwidth", "of recent transfers"),
-    "sessions": ("sessions", "named conversations"),
+    "sessions": ("sessions", "conversations, with a name or without"),
     "tree_tokens": ("tokens", "held, each shared prefix once"),
     "segments": ("segments", "runs of tokens between branches"),
     "checkpoints": ("checkpoints", "states of layers that cannot be cut"),
@@ -94,8 +95,8 @@ _LEGEND = {
     "saved.tokens": ("saved tokens", "reused, with a measured cost"),
     "saved.seconds": ("time saved", "what they would have taken"),
     "tokens.prompt": ("prompt", "of all requests"),
-    "tokens.cached": ("cached", "of these: reused"),
-    "tokens.restored": ("restored", "of those: from disk"),
+    "tokens.cached": ("reused", "prompt tokens since the start"),
+    "tokens.restored": ("restored", "of the reused: from disk"),
     "tokens.fed": ("fed", "prompt tokens that were computed"),
     "tokens.generated": ("generated", "of all replies"),
     "tokens.drafted": ("drafted", "by a draft model or the conversation"),
@@ -180,6 +181,9 @@ def _line(path: str, flat: Mapping[str, Any]) -> Iterator[Line]:
     text = _format_value(path, flat[path])
     if key == "used_bytes" and flat.get(f"{above}.limit_bytes"):
         text += f" of {_format_value(path, flat[f'{above}.limit_bytes'])}"
+    prompt = flat.get("tokens.prompt")
+    if path == "tokens.cached" and prompt:
+        text += f" of {prompt:,} ({flat[path] / prompt:.0%})"
     short = key if _key_of(path) else path
     plain = short.removesuffix("_bytes").replace("_", " ").replace(".", " ")
     label, meaning = _LEGEND.get(path, (plain, ""))

@@ -143,7 +143,7 @@ def list_models(where: Where) -> Result:
     if not found:
         text = f"No model was downloaded yet: `{own_command()} models pull HUB_ID` does that."
         return Result(listed, text)
-    columns, cut = (_LOCAL, 2) if isinstance(where, LocalModels) else (_SERVED, 5)
+    columns, cut = (_LOCAL, 2) if isinstance(where, LocalModels) else (_SERVED, 6)
     return Result(listed, partial(_print_models, found, columns, cut))
 
 
@@ -161,11 +161,9 @@ def _print_models(models: list[dict[str, Any]], columns: Sequence[Column], cut: 
             console().print(visible(f"{one['id']}: {one['problem']}"))
 
 
-def _memory_or_least(one: dict[str, Any]) -> str:
-    least = one.get("weights_bytes")
-    if one.get("size_bytes") is None and least:
-        return f"over {format_size(least)}"
-    return show.format_size_or_dash(one.get("size_bytes"))
+def _reserved(one: dict[str, Any]) -> str:
+    size = one.get("size_bytes")
+    return "-" if size is None else format_size(size - one["weights_bytes"])
 
 
 def _on_disk(one: dict[str, Any]) -> str:
@@ -185,7 +183,8 @@ _SERVED: tuple[Column, ...] = (
     ("name", "left", lambda one: one["id"]),
     _DEFAULT,
     ("state", "left", lambda one: show.model_state({**one, "unloaded_for": None})),
-    ("memory", "right", _memory_or_least),
+    ("weights", "right", lambda one: show.format_size_or_dash(one.get("weights_bytes"))),
+    ("reserved to compute", "right", _reserved),
     _CONTEXT,
     _ALIASES,
     ("unloaded because", "left", lambda one: show.unloaded_because(one) or "-"),

@@ -22,6 +22,7 @@ FIGURES = {
     "pending_bytes": 42_000,
     "sessions": 1_234,
     "requests": {"total": 3, "warm": 2, "restored": 0, "cold": 1},
+    "tokens": {"prompt": 300, "cached": 75},
     "saved": {"tokens": 900, "seconds": 1.5},
     "canonicalised": {"date": 0, "git_status": 7},
     "pressure": {"level": "normal"},
@@ -43,13 +44,16 @@ def printed(figures: dict[str, object], capsys: pytest.CaptureFixture[str]) -> d
 
 def test_figures_are_printed_under_headings(capsys: pytest.CaptureFixture[str]):
     found = printed(FIGURES, capsys)
+    assert next(iter(found)) == "In short"
     assert found == {
+        "In short": ["reused 75 of 300 (25%)", "RAM 26 MB of 600 MB", "disk 340 KB"],
+        "Tokens since the start": ["prompt 300"],
         "Memory": [
-            *("used 26 MB of 600 MB", "withheld 5 MB", "buffer limit -"),
+            *("withheld 5 MB", "buffer limit -"),
             *("in use by requests 170 KB", "reserved 112.5 MB", "memory pressure normal"),
         ],
         "Memory budget, by kind": ["pool 37.5 MB", "kv 196.6 KB"],
-        "Disk": ["used 340 KB", "state ok", "pending writes 42 KB"],
+        "Disk": ["state ok", "pending writes 42 KB"],
         "Disk, by kind": ["index 311 KB"],
         "Prefix tree": ["sessions 1,234"],
         "Requests since the start": [
@@ -72,6 +76,6 @@ def test_each_figure_has_its_meaning_beside_it(capsys: pytest.CaptureFixture[str
 def test_headings_without_figures_are_omitted(capsys: pytest.CaptureFixture[str]):
     """Canonicalisation rules that changed no request are summed up as `none`."""
     found = printed({"disk": {"used_bytes": 5}, "sessions": 0}, capsys)
-    assert found == {"Disk": ["used 5 bytes"], "Prefix tree": ["sessions 0"]}
+    assert found == {"In short": ["disk 5 bytes"], "Prefix tree": ["sessions 0"]}
     found = printed({"canonicalised": {"date": 0}}, capsys)
     assert found == {"Requests canonicalised, by rule": ["none"]}
