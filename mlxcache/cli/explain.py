@@ -21,7 +21,6 @@ from rich.text import Text
 
 from mlxcache.cli.options import ApiKey, Json, Url, find_server, read_input
 from mlxcache.cli.output import count_bar, narrow_console, reporting
-from mlxcache.cli.sessions import find_session
 from mlxcache.cli.show import Result, format_age, format_count
 from mlxcache.common_prefix import common_characters
 from mlxcache.config import Settings, load_settings
@@ -125,8 +124,7 @@ def explain_losses(server: Remote, session: str | None) -> Result:
     if session is None:
         found = lost[:1]
     else:
-        named = find_session(server.sessions(), session)
-        own = (named["id"], named["label"])
+        own = (session, server.session(session)["label"])
         found = [one for one in lost if one["session"] in own][:_MAX_LOSSES]
     return Result({"object": "list", "data": found}, partial(_print_losses, found))
 

@@ -137,12 +137,12 @@ def _outlined(spec: ModelSpec, path: Path, weights: int | None) -> tuple[nn.Modu
 
 def _estimate_weights(model: nn.Module, config: Mapping[str, Any]) -> int:
     """Return the bytes of weights of that shape; quantised ones have a scale and a bias a group."""
-    shapes: list[mx.array] = [one for _, one in tree_flatten(model.parameters())]
+    shapes = [one for _, one in tree_flatten(model.parameters())]
     stored = config.get("quantization") or {}
     if not stored.get("bits"):
         return sum(one.nbytes for one in shapes)
     bits = stored["bits"] + 32 / stored.get("group_size", 64)
-    return round(sum(one.size for one in shapes) * bits / 8)
+    return int(sum(one.size for one in shapes) * bits / 8)
 
 
 def _made(config: Mapping[str, Any], backend: Backend, *, images: bool) -> nn.Module:

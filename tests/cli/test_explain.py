@@ -626,18 +626,18 @@ def test_the_losses_of_a_session_or_the_last_of_all_are_explained(session, expla
     """A request has the session's label until the session has an id."""
     lost = {"at_token": 20, "reason": "evicted", "cause": "memory", "where": "", "lost_tokens": 9}
     lost |= {"before": "", "after": "", "advice": "raise --ram"}
-    senders = (("req_4", "ses_a", None), ("req_3", "label", lost))
-    senders += (("req_2", "ses_a", lost), ("req_1", "ses_a", lost))
+    senders = (
+        *(("req_4", "ses_a", None), ("req_3", "label", lost)),
+        *(("req_2", "ses_a", lost), ("req_1", "ses_a", lost)),
+    )
     requests = [
         {"id": id, "session": by, "lost": one, "prompt_tokens": 40, "created_at": 0.0}
         for id, by, one in senders
     ]
     labels = {"ses_a": None, "ses_b": "label", "ses_c": None}
-    sessions = [
-        {"id": id, "name": None, "title": None, "label": label, "model": "m"}
-        for id, label in labels.items()
-    ]
-    server = SimpleNamespace(requests=lambda limit: requests, sessions=lambda: sessions)
+    server = SimpleNamespace(
+        requests=lambda limit: requests, session=lambda id: {"label": labels[id]}
+    )
     command.explain_losses(server, session).print(as_json=False)
     output = capsys.readouterr().out
     assert re.findall("req_[0-9]", output) == explained
