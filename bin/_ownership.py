@@ -31,7 +31,10 @@ LIMITS = {
 """Maximum number of outside assignments, besides the exceptions below."""
 
 FOREIGN = {
-    "cli.main": {"parameter.metavar": "typer's option for --help has no argument for it"},
+    "cli.help": {
+        "one._runtime_param": "typer has no argument for it",
+        "param._runtime_param": "as the line above",
+    },
     "cli.serve": {"resource.setrlimit": "mlx-lm calls it when it is imported"},
     "cli.server": {
         "self.config.timeout_graceful_shutdown": "uvicorn's, set when a second signal comes"

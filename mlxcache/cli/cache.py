@@ -12,6 +12,7 @@ import typer
 
 from mlxcache.cli import show
 from mlxcache.cli.figures import print_figures
+from mlxcache.cli.help import App
 from mlxcache.cli.options import TARGET, Where, find_server, located, positive_size, read_input
 from mlxcache.cli.output import Yes, confirm, console, count_bar, reporting, require_terminal_or_yes
 from mlxcache.cli.show import Result, format_count, format_duration
@@ -20,7 +21,7 @@ from mlxcache.config.keys import read_remote_key
 from mlxcache.config.values import read_duration
 from mlxcache.errors import ConfigError
 
-app = typer.Typer(
+app = App(
     name="cache",
     help="Show figures of the cache, verify its files, prune and clear it.",
     no_args_is_help=True,

@@ -22,7 +22,6 @@ from rich.text import Text
 from mlxcache.cli.options import ApiKey, Json, Url, find_server, read_input
 from mlxcache.cli.output import count_bar, narrow_console, reporting
 from mlxcache.cli.show import Result, format_age, format_count
-from mlxcache.common_prefix import common_characters
 from mlxcache.config import Settings, load_settings
 from mlxcache.errors import BadRequest, MlxcacheError, ModelError, NotFound
 from mlxcache.utf8 import NotUtf8, decode_utf8
@@ -268,7 +267,7 @@ def _with_history(
     request: Mapping[str, Any], name: str, server: Callable[[], Remote]
 ) -> dict[str, Any]:
     """Put the conversation that a request of the Responses API continues before its `input`."""
-    from mlxcache.cli.remote import NoServer  # noqa: PLC0415 - httpx takes a while
+    from mlxcache.cli.remote import NoServer  # noqa: PLC0415 - takes 50 ms
 
     previous = str(request["previous_response_id"])
     continues = f"{name} has only its new items: it continues the response {previous}"
@@ -381,6 +380,8 @@ def _print_lost(out: Console, lost: Mapping[str, Any], total: int) -> None:
         )
     )
     before, after = _escaped(lost["before"]), _escaped(lost["after"])
+    from mlxcache.common_prefix import common_characters  # noqa: PLC0415 - imports numpy
+
     same = common_characters(before, after)
     _row(out, "where", Text(lost["where"]))
     most = min(len(before), len(after)) - same

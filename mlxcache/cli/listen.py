@@ -10,7 +10,6 @@ from contextlib import suppress
 import psutil
 
 from mlxcache.cli.connect import base_url
-from mlxcache.cli.remote import NoServer, Remote
 from mlxcache.errors import MlxcacheError
 
 IN_USE = "is in use by"
@@ -119,6 +118,8 @@ def _bound(sock: socket.socket, address: Address, port: int) -> socket.socket:
 
 
 def served_there(url: str) -> str | None:
+    from mlxcache.cli.remote import NoServer, Remote  # noqa: PLC0415 - takes 50 ms
+
     try:
         found = Remote(url).health()
     except NoServer:  # `url` is no address

@@ -11,16 +11,16 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from difflib import get_close_matches
 from importlib import import_module
 from typing import Annotated, Any, NamedTuple
 
 import typer
-from typer.core import TyperGroup
 from typer.main import get_command
 
 from mlxcache import __version__
+from mlxcache.cli.help import App, Group
 
 
 class Lazy(NamedTuple):
@@ -38,6 +38,10 @@ COMMANDS = {
     "launch": Lazy(
         "mlxcache.cli.launch.command:app",
         "Start a coding agent on this server, and the server first if none runs.",
+    ),
+    "connect": Lazy(
+        "mlxcache.cli.launch.command:connect",
+        "Print how clients connect to a running server: addresses, and variables for a shell.",
     ),
     "sessions": Lazy(
         "mlxcache.cli.sessions:app",
@@ -94,14 +98,11 @@ COMMANDS = {
 """The commands, in the order of the help; each line is the first of its own help."""
 
 
-class LazyGroup(TyperGroup):
+class LazyGroup(Group):
     """Command group that imports each command only when it is called or completed.
 
     Until then, a placeholder represents the command in the help.
     """
-
-    def get_params(self, ctx: typer.Context) -> list[Any]:  # type: ignore[override]
-        return _hide_flag_types(super().get_params(ctx))
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -119,10 +120,7 @@ class LazyGroup(TyperGroup):
         name = args[0] if args else ""
         if name in COMMANDS:
             self.add_command(load(name), name)
-        found = super().resolve_command(ctx, args)
-        for command in _commands(found[1]):
-            _hide_flag_types(command.get_params(ctx))
-        return found
+        return super().resolve_command(ctx, args)
 
 
 def load(name: str) -> Any:
@@ -130,7 +128,7 @@ def load(name: str) -> Any:
     module, _, attribute = COMMANDS[name].target.partition(":")
     found: typer.Typer | Callable[..., None] = getattr(import_module(module), attribute)
     if not isinstance(found, typer.Typer):
-        made = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        made = App(add_completion=False)
         made.command(name)(found)
         found = made
     return get_command(found)
@@ -144,13 +142,6 @@ def load_all() -> Any:
     return group
 
 
-def _commands(command: Any) -> Iterator[Any]:
-    if command is not None:
-        yield command
-        for below in getattr(command, "commands", {}).values():
-            yield from _commands(below)
-
-
 def _improve(message: str) -> str:
     """Remove pydantic's prefix, and suggest the allowed value most similar to the wrong one."""
     message = message.removeprefix("Value error, ")
@@ -161,24 +152,14 @@ def _improve(message: str) -> str:
     return f"{message[:-1]}: did you mean {like[0]}?" if like else message
 
 
-def _hide_flag_types(parameters: list[Any]) -> list[Any]:
-    """Give flags an empty metavar: otherwise typer's help would show `<bool>` beside them."""
-    for parameter in parameters:
-        if getattr(parameter, "is_flag", False) and parameter.metavar is None:
-            parameter.metavar = ""
-    return parameters
-
-
 _HELP = {"help_option_names": ["-h", "--help"]}
 
-app = typer.Typer(
+app = App(
     name="mlxcache",
     cls=LazyGroup,
     context_settings=_HELP,
     no_args_is_help=True,
     invoke_without_command=True,
-    pretty_exceptions_enable=False,  # it prints local variables, and so keys and prompts
-    rich_markup_mode="rich",
 )
 
 

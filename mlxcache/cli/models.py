@@ -14,6 +14,7 @@ import typer
 
 from mlxcache.cli import show
 from mlxcache.cli.connect import own_command
+from mlxcache.cli.help import App
 from mlxcache.cli.options import (
     CacheDir,
     Json,
@@ -42,7 +43,7 @@ from mlxcache.store.lock import NAME, Serving, servers
 if TYPE_CHECKING:
     from mlxcache.model.hub import Downloaded
 
-app = typer.Typer(name="models", invoke_without_command=True, add_completion=False)
+app = App(name="models", invoke_without_command=True, add_completion=False)
 
 _POLL_S = 0.2
 

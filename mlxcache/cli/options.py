@@ -20,7 +20,7 @@ from mlxcache.cli.output import reporting
 from mlxcache.cli.show import Result
 from mlxcache.config import Settings, load_settings, parse_size
 from mlxcache.config.folder import default_cache_dir
-from mlxcache.config.settings import CONFIG, SETTINGS, Setting
+from mlxcache.config.settings import CONFIG, FIRST, SETTINGS, Setting
 from mlxcache.errors import ConfigError, MlxcacheError
 
 if TYPE_CHECKING:
@@ -39,16 +39,21 @@ TARGET = "mlxcache.target"
 """Key in the context's `meta` of a target that the options of a group chose."""
 
 
-def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def with_settings(
+    *names: str, brief: bool = False
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return a decorator that adds flags for settings, by default for all, to a command.
 
     They appear in the help at the position of the command's parameter `flags`, which receives those
-    that were given.
+    that were given. `brief`: the help lists only those under `FIRST`.
     """
     settings = [one for one in map(SETTINGS.__getitem__, names or SETTINGS) if not one.only_key]
     added = [
         Parameter(
-            one.name, Parameter.KEYWORD_ONLY, default=_option(one, None), annotation=_kind(one)
+            one.name,
+            Parameter.KEYWORD_ONLY,
+            default=_option(one, None, hidden=brief and one.panel != FIRST),
+            annotation=_kind(one),
         )
         for one in settings
     ]
@@ -96,7 +101,7 @@ def _kind(setting: Setting) -> Any:
     return list[str] | None if setting.repeatable else str | None
 
 
-def _option(setting: Setting, *default: Any) -> Any:
+def _option(setting: Setting, *default: Any, hidden: bool = False) -> Any:
     """Return typer's description of a flag; without a `default` if it is used in `Annotated`."""
     return typer.Option(
         *default,
@@ -105,6 +110,7 @@ def _option(setting: Setting, *default: Any) -> Any:
         help=setting.help,
         show_default=False,
         rich_help_panel=setting.panel,
+        hidden=hidden,
         autocompletion=_complete_models if setting.name == "model" else None,
     )
 
@@ -180,7 +186,7 @@ def find_server(url: str | None, api_key: str | None, cache_dir: Path | None = N
     $MLXCACHE_URL is tried; if that is not set, servers that use the configured folder, or if that
     is the default folder and nobody uses it, any server at the configured address.
     """
-    from mlxcache.cli.remote import NoServer, Remote  # noqa: PLC0415 - httpx takes a while
+    from mlxcache.cli.remote import NoServer, Remote  # noqa: PLC0415 - takes 50 ms
     from mlxcache.store.lock import servers  # noqa: PLC0415
 
     settings = load_settings({"cache_dir": cache_dir, "api_key": api_key}, os.environ)

@@ -9,24 +9,17 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    Progress,
-    ProgressColumn,
-    SpinnerColumn,
-    TaskProgressColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TransferSpeedColumn,
-)
 from rich.text import Text
 
 from mlxcache.config import format_size
 from mlxcache.errors import ConfigError, MlxcacheError
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, ProgressColumn
 
 UNSEEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 """Control characters, and those that change the direction of text, except newline and tab."""
@@ -97,11 +90,15 @@ _TENTH = 0.1
 
 def byte_bar(what: str, *, shown: bool = True) -> AbstractContextManager[Step]:
     """Show a bar of bytes and their speed on standard error; yield a function to update it."""
+    from rich.progress import TransferSpeedColumn  # noqa: PLC0415 - takes 20 ms
+
     return _bar(what, format_size, TransferSpeedColumn(), shown)
 
 
 def count_bar(what: str, *, shown: bool = True) -> AbstractContextManager[Step]:
     """Show a bar of a count and the time passed, as `byte_bar` does."""
+    from rich.progress import TimeElapsedColumn  # noqa: PLC0415 - as above
+
     return _bar(what, "{:,}".format, TimeElapsedColumn(), shown)
 
 
@@ -109,6 +106,8 @@ def count_bar(what: str, *, shown: bool = True) -> AbstractContextManager[Step]:
 def _bar(
     what: str, format: Callable[[int], str], last: ProgressColumn, shown: bool
 ) -> Iterator[Step]:
+    from rich.progress import BarColumn, SpinnerColumn, TextColumn  # noqa: PLC0415 - as above
+
     out = console(stderr=True)
     count = TextColumn("{task.fields[count]}")
     columns = (SpinnerColumn(), TextColumn(what), BarColumn(), count, last)
@@ -129,8 +128,13 @@ def loading_bar(console: Console) -> Iterator[Callable[[str, float | None], None
     It takes the name of a step and the fraction done, None if unknown. Any thread may call it.
     Without a terminal, a line is printed for each tenth of each step.
     """
+    from rich import progress as rich  # noqa: PLC0415 - as above
+
     shown: tuple[str, int] | None = None
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
+    columns = (
+        *(rich.SpinnerColumn(), rich.TextColumn("{task.description}")),
+        *(rich.BarColumn(), rich.TaskProgressColumn()),
+    )
     with _progress(console, *columns) as bar:
         task = bar.add_task("starting", total=None)
 
@@ -149,5 +153,7 @@ def loading_bar(console: Console) -> Iterator[Callable[[str, float | None], None
 
 
 def _progress(console: Console, *columns: ProgressColumn, shown: bool = True) -> Progress:
+    from rich.progress import Progress  # noqa: PLC0415 - as above
+
     shown = shown and console.is_terminal
     return Progress(*columns, console=console, transient=True, disable=not shown)

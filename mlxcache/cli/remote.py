@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import http.client
 import json
-from collections.abc import Iterator, Sequence
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
-
-import httpx
+from urllib.parse import quote, urlencode, urlsplit
 
 from mlxcache.cli.output import Step
+from mlxcache.cli.show import WARMING
 from mlxcache.config.settings import is_loopback
 from mlxcache.errors import MlxcacheError, NotFound
 from mlxcache.private import create
-from mlxcache.types import WARMING
 
 ANSWER_S = 3.0
 """Timeout in seconds to connect, and to answer `GET /health`."""
@@ -42,7 +42,7 @@ class Refused(MlxcacheError):
 
 def proxied(url: str) -> bool:
     """Return whether requests to `url` use proxies: not if it is an address of this machine."""
-    return not is_loopback(httpx.URL(url).host)
+    return not is_loopback(urlsplit(url).hostname or "")
 
 
 class Remote:
@@ -54,15 +54,18 @@ class Remote:
 
     def __init__(self, url: str, api_key: str | None = None):
         self.url = url.rstrip("/").removesuffix("/v1")
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        # no read timeout: a model may compute for minutes before it answers
-        timeout = httpx.Timeout(None, connect=ANSWER_S)
+        self.has_key = bool(api_key)
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         try:
-            self._http = httpx.Client(
-                base_url=self.url, headers=headers, timeout=timeout, trust_env=proxied(self.url)
-            )
-        except (httpx.InvalidURL, ValueError) as error:
+            parts = urlsplit(self.url)
+            if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
+                raise ValueError("it does not begin like http://127.0.0.1:8081")
+        except ValueError as error:
             raise NoServer(f"{url!r} is not a server address: {error}") from error
+        proxies: dict[str, str] | None = None if proxied(self.url) else {}  # None: the user's
+        self._opener = urllib.request.build_opener(
+            urllib.request.ProxyHandler(proxies), _Patient(), _PatientTls(), _AnyStatus()
+        )
 
     def __str__(self) -> str:
         return f"of the server at {self.url}"
@@ -74,11 +77,10 @@ class Remote:
         endless, is not read.
         """
         try:
-            request = self._http.build_request("GET", "/health", timeout=ANSWER_S)
-            request.headers.pop("Authorization", None)
-            with closing(self._http.send(request, stream=True)) as response:
+            request = urllib.request.Request(f"{self.url}/health")
+            with self._opener.open(request, timeout=ANSWER_S) as response:
                 found = json.loads(response.read()) if _HEADER in response.headers else None
-        except (httpx.HTTPError, httpx.InvalidURL):
+        except _FAILURES:
             return None
         except ValueError:  # answered, with something else than JSON
             return {}
@@ -104,14 +106,14 @@ class Remote:
         return self._json("GET", _path(id))
 
     def patch(self, id: str, **changes: Any) -> dict[str, Any]:
-        return self._json("PATCH", _path(id), json=changes)
+        return self._json("PATCH", _path(id), body=changes)
 
     def delete(self, id: str) -> None:
         self._json("DELETE", _path(id))
 
     def fork(self, id: str, name: str | None, at_tokens: int | None) -> dict[str, Any]:
         body = {"name": name, "at_tokens": at_tokens}
-        return self._json("POST", f"{_path(id)}/fork", json=body)
+        return self._json("POST", f"{_path(id)}/fork", body=body)
 
     def snapshot(self, id: str, path: Path, format: str, progress: Step) -> int:
         done = 0
@@ -120,7 +122,7 @@ class Remote:
             create(path) as file,
         ):
             total = int(response.headers.get("content-length", 0))
-            for part in response.iter_bytes(PART_BYTES):
+            for part in iter(lambda: self._read(response, PART_BYTES), b""):
                 file.write(part)
                 done += len(part)
                 progress(done, total)
@@ -218,7 +220,8 @@ class Remote:
     def live(self, parts: Sequence[str]) -> Iterator[tuple[str, Any]]:
         """Yield the state of `parts` of `GET /v1/live`, then each change. Blocks between."""
         with self._request("GET", "/v1/live", params={"parts": ",".join(parts)}) as response:
-            yield from ((name, body) for name, body in _events(response) if name not in ("end", ""))
+            events = self._events(response)
+            yield from ((name, body) for name, body in events if name not in ("end", ""))
 
     def trace(self) -> Iterator[tuple[str, Any]]:
         """Yield the names and bodies of the events of `GET /v1/trace`. Blocks between.
@@ -226,13 +229,13 @@ class Remote:
         Without events, ("", None) is yielded at least every ten seconds.
         """
         with self._request("GET", "/v1/trace") as response:
-            yield from _events(response)
+            yield from self._events(response)
 
     # -- HTTP --------------------------------------------------------------------------------
 
     def _json(self, method: str, path: str, **more: Any) -> dict[str, Any]:
         with self._request(method, path, **more) as response:
-            found: dict[str, Any] = httpx.Response(200, content=response.read()).json()
+            found: dict[str, Any] = json.loads(self._read(response))
             return found
 
     def _list(self, path: str, **more: Any) -> list[dict[str, Any]]:
@@ -240,39 +243,103 @@ class Remote:
         return found
 
     @contextmanager
-    def _request(self, method: str, path: str, **more: Any) -> Iterator[httpx.Response]:
+    def _request(
+        self,
+        method: str,
+        path: str,
+        *,
+        params: Mapping[str, str] = {},
+        body: Any = None,
+        content: Any = None,
+        headers: Mapping[str, str] = {},
+        timeout: float | None = None,
+    ) -> Iterator[http.client.HTTPResponse]:
+        url = f"{self.url}{path}" + (f"?{urlencode(params)}" if params else "")
+        more = {**self._headers, **headers, "Content-Type": "application/json"}
+        data = content if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(url, data, more, method=method)
+        with self._naming():
+            response = self._opener.open(request, timeout=timeout)
+        with response:
+            if response.status >= HTTPStatus.BAD_REQUEST:
+                raise _error_of(response.status, self._read(response))
+            yield response
+
+    def _read(self, response: http.client.HTTPResponse, size: int | None = None) -> bytes:
+        with self._naming():
+            return response.read(size)
+
+    def _events(self, response: http.client.HTTPResponse) -> Iterator[tuple[str, Any]]:
+        """Yield each event's name and parsed body; ("", None) for a comment."""
+        name = ""
+        while True:
+            with self._naming():
+                line = response.readline().decode()
+            if not line:
+                return
+            field, _, value = line.rstrip("\r\n").partition(": ")
+            if field == "event":
+                name = value
+            elif field == "data":
+                yield name, json.loads(value)
+            elif line.startswith(":"):
+                yield "", None
+
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
         try:
-            with self._http.stream(method, path, **more) as response:
-                if response.is_error:
-                    response.read()
-                    raise _error_of(response)
-                yield response
-        except httpx.TransportError as error:
+            yield
+        except _FAILURES as error:
             raise NoServer(f"The server at {self.url} does not answer: {error}.") from error
 
 
-def _events(response: httpx.Response) -> Iterator[tuple[str, Any]]:
-    """Yield the name and the parsed body of each server-sent event; ("", None) for a comment."""
-    name = ""
-    for line in response.iter_lines():
-        field, _, value = line.partition(": ")
-        if field == "event":
-            name = value
-        elif field == "data":
-            yield name, json.loads(value)
-        elif line.startswith(":"):
-            yield "", None
+# -- urllib, which is imported in a fifth of the time of httpx ----------------------------------
+
+_FAILURES = (OSError, http.client.HTTPException)
+
+
+class _Connection(http.client.HTTPConnection):
+    """Connection whose timeout is for what follows; `ANSWER_S` is for connecting."""
+
+    def connect(self) -> None:
+        patience, self.timeout = self.timeout, ANSWER_S
+        super().connect()
+        self.sock.settimeout(patience)
+
+
+class _TlsConnection(_Connection, http.client.HTTPSConnection):
+    pass
+
+
+class _Patient(urllib.request.HTTPHandler):
+    def http_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(_Connection, req)
+
+
+class _PatientTls(urllib.request.HTTPSHandler):
+    def https_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
+        from httpx import create_ssl_context  # noqa: PLC0415 - takes 100 ms
+
+        return self.do_open(_TlsConnection, req, context=create_ssl_context())
+
+
+class _AnyStatus(urllib.request.HTTPErrorProcessor):
+    """Returns every answer: a redirection would send the key on."""
+
+    def http_response(self, request: Any, response: Any) -> Any:
+        return response
+
+    https_response = http_response
 
 
 def _path(id: str) -> str:
     return f"/v1/sessions/{quote(id, safe='')}"
 
 
-def _error_of(response: httpx.Response) -> MlxcacheError:
-    message = f"The server answered with status {response.status_code}."
+def _error_of(status: int, body: bytes) -> MlxcacheError:
+    message = f"The server answered with status {status}."
     with suppress(ValueError, KeyError, TypeError):
-        message = str(response.json()["error"]["message"])
-    status = response.status_code
+        message = str(json.loads(body)["error"]["message"])
     if status == HTTPStatus.UNAUTHORIZED:
         message += " Set --api-key or MLXCACHE_API_KEY."
     return NotFound(message) if status == HTTPStatus.NOT_FOUND else Refused(message, status)

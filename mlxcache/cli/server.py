@@ -31,13 +31,7 @@ from mlxcache.api.cache import warm
 from mlxcache.api.http import ApiSettings
 from mlxcache.api.record import Recorder
 from mlxcache.cli import show
-from mlxcache.cli.connect import (
-    anyclaude_line,
-    base_url,
-    claude_code_line,
-    launch_command,
-    own_command,
-)
+from mlxcache.cli.connect import base_url, launch_command, own_command
 from mlxcache.cli.listen import listen
 from mlxcache.cli.log import log_line, show_readings
 from mlxcache.cli.output import loading_bar
@@ -149,7 +143,6 @@ async def _serve(
             engine.info,
             models.figures(),
             launch=launch_command(url, settings.cache_dir),
-            has_key=bool(keys.values),
             routes=settings.route,
         )
         warming = asyncio.create_task(warm_files(models.of, settings.warm, api.owned_keys))
@@ -339,13 +332,12 @@ def print_welcome(
     figures: Mapping[str, Any],
     *,
     launch: str,
-    has_key: bool,
     routes: Sequence[Route] = (),
 ) -> None:
-    """Print the server's address, model, context and budgets, and lines that connect clients.
+    """Print the server's address, model, context and budgets, and the line that starts an agent.
 
-    `figures` is the body of `GET /v1/cache`. The lines for clients are not wrapped and stand
-    outside the frame, so that they can be copied.
+    `figures` is the body of `GET /v1/cache`. The line is not wrapped and stands outside the frame,
+    so that it can be copied.
     """
     facts = _facts(url, info, figures, routes)
     if console.is_terminal:
@@ -355,18 +347,10 @@ def print_welcome(
     if info.is_demo:
         real = f"For a real one: {own_command()} serve --model {REAL_MODEL}"
         console.print(Text(f"\n{DEMO_NOTICE}\n{real}", "yellow"))
-    if has_key:
-        console.print("\nThese lines take the key from the variable MLXCACHE_API_KEY.")
-    context = info.context_length
-    for name, line in (
-        ("In another terminal, for a coding agent in your project", f"cd YOUR-PROJECT\n{launch}"),
-        ("Claude Code by hand, there", claude_code_line(url, info.id, context, has_key=has_key)),
-        ("anyclaude by hand, there", anyclaude_line(url, context, has_key=has_key)),
-        ("Others", f"the OpenAI API at {url}/v1, the Anthropic API at {url}"),
-        ("Dashboard", f"{url}/dashboard"),
-    ):
-        console.print(Text.assemble("\n", (name, "bold"), "\n", line))
-    console.print()
+    agent = "In another terminal, for a coding agent in your project"
+    console.print(Text.assemble("\n", (agent, "bold"), f"\ncd YOUR-PROJECT\n{launch}"))
+    others = " connect".join(launch.rsplit(" launch", 1))
+    console.print(Text(f"\nOther clients: {others}\nDashboard: {url}/dashboard\nCtrl-C stops.\n"))
 
 
 def _facts(url: str, info: ModelInfo, figures: Mapping[str, Any], routes: Sequence[Route]) -> Text:

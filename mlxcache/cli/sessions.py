@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from mlxcache.cli import show
+from mlxcache.cli.help import App
 from mlxcache.cli.options import Where, list_by_default, located
 from mlxcache.cli.output import Yes, byte_bar, confirm, require_terminal_or_yes, visible
 from mlxcache.cli.show import Column, Result
@@ -20,7 +21,7 @@ from mlxcache.config import format_size, load_settings
 from mlxcache.errors import ConfigError, MlxcacheError, NotFound, SnapshotRefused
 from mlxcache.names import clean_name
 
-app = typer.Typer(name="sessions", invoke_without_command=True, add_completion=False)
+app = App(name="sessions", invoke_without_command=True, add_completion=False)
 
 
 def complete_id(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:

@@ -17,6 +17,9 @@ from rich.table import Table
 from mlxcache.cli.output import UNSEEN, console, visible
 from mlxcache.config import format_size
 
+WARMING = "warm"
+"""`api` of a request that computes a prompt ahead of use; in `types` too, which imports numpy."""
+
 _PIPE_WIDTH = 240
 """Width in columns of a table written to a file or a pipe: wide enough that nothing is cut."""
 

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console, Group, RenderableType
@@ -19,10 +19,11 @@ from rich.text import Text
 from mlxcache.cli import show
 from mlxcache.cli.options import ApiKey, CacheDir, Json, Url, find_server
 from mlxcache.cli.output import reporting, visible
-from mlxcache.cli.remote import Remote
 from mlxcache.config import format_size
 from mlxcache.errors import MlxcacheError
-from mlxcache.types import WARMING
+
+if TYPE_CHECKING:
+    from mlxcache.cli.remote import Remote
 
 # -- the latest state of a server --------------------------------------------------------------
 
@@ -150,7 +151,7 @@ def render(state: LiveState, url: str, *, width: int, height: int | None, now: f
     name: Column = ("name", 0, lambda row: Text(names[row["id"], None]))
     model = (_MODEL_COLUMN,) if len(models) > 1 else ()
     of_requests = model if width >= _WIDE else ()
-    computed = sum(one.get("api") != WARMING for one in running)
+    computed = sum(one.get("api") != show.WARMING for one in running)
     tables: tuple[tuple[str, str, Sequence[Row], Sequence[Column]], ...] = (
         (
             "Running requests",

@@ -53,6 +53,12 @@ MOST_DRAFTED = 15
 MOST_GUESSED = 31
 """Most tokens guessed at once; with the token before them a pass has 32."""
 
+FIRST = "Used first"
+_USED_FIRST = (
+    *("model", "ram", "disk", "context", "kv_bits", "concurrency"),
+    *("host", "port", "api_key", "cache_dir"),
+)
+
 PANELS: Mapping[str, str] = {
     "model": "Model",
     "ram": "Memory and speed",
@@ -488,7 +494,8 @@ def _settings() -> Iterator[Setting]:
     panel = ""
     for one in fields(Settings):
         panel = PANELS.get(one.name, panel)
-        yield Setting(name=one.name, panel=panel, **one.metadata)
+        heading = FIRST if one.name in _USED_FIRST else panel
+        yield Setting(name=one.name, panel=heading, **one.metadata)
 
 
 SETTINGS: Mapping[str, Setting] = {one.name: one for one in _settings()}

@@ -1,5 +1,6 @@
 """The server's process: start, welcome, log, files and end."""
 
+import json
 import logging
 import os
 import signal
@@ -17,6 +18,7 @@ from mlxcache.config import Settings
 from mlxcache.errors import ContextLengthExceeded
 from mlxcache.store.lock import InUse, exclusive_lock, servers
 from tests.api.fake import FakeEngine
+from tests.cli.conftest import call
 from tests.served import served
 
 KEY = "swordfish-0001"
@@ -29,7 +31,7 @@ def server(toy_llama, tmp_path_factory):
     home = tmp_path_factory.mktemp("home")
     environ = {"MLXCACHE_API_KEY": KEY}
     with served("--model", str(toy_llama), "--ram", "400MB", home=home, environ=environ) as running:
-        running.wait_for("Anthropic API")
+        running.wait_for("Ctrl-C stops")
         yield running
 
 
@@ -45,8 +47,19 @@ def test_the_welcome_has_address_model_memory_and_lines_to_paste(server):
     assert Path(launch[1]).is_absolute()
     assert os.access(launch[1], os.X_OK)
     assert launch[2] == server.url
-    assert f"ANTHROPIC_BASE_URL={server.url} " in server.output
-    assert f"MLX_LM_URL={server.url}/v1 " in server.output
+    assert "ANTHROPIC_" not in server.output
+
+
+def test_connect_prints_the_lines_of_a_running_server(server):
+    """For people and for programs, without the key."""
+    where = ("--url", server.url, "--api-key", KEY)
+    found = json.loads(call("connect", "--json", *where).output)
+    text = call("connect", *where).output
+    assert {*found.values()} <= {*text.splitlines()}
+    assert f"ANTHROPIC_BASE_URL={server.url} " in found["claude"]
+    assert f"MLX_LM_URL={server.url}/v1 " in found["anyclaude"]
+    assert KEY not in text
+    assert "MLXCACHE_API_KEY" in text
 
 
 def test_output_to_a_pipe_has_no_escape_codes(server):
@@ -65,7 +78,6 @@ def test_each_request_is_one_line_of_the_log(server):
 def test_the_key_is_required_and_never_printed(server):
     assert httpx.post(f"{server.url}/v1/chat/completions", json=CHAT).status_code == 401
     assert KEY not in server.output
-    assert "MLXCACHE_API_KEY" in server.output
 
 
 def test_the_port_answers_503_while_the_model_loads(toy_llama, tmp_path):
@@ -100,7 +112,7 @@ def test_a_signal_ends_a_running_reply_and_the_server_within_ten_seconds(
                     received.extend(piece)
 
         client = threading.Thread(target=read)
-        running.wait_for("Anthropic API")
+        running.wait_for("Ctrl-C stops")
         client.start()
         while not received:
             time.sleep(0.01)
@@ -130,7 +142,7 @@ def test_a_model_that_does_not_exist_is_an_error(tmp_path):
 
 def test_the_built_in_demo_is_served_without_a_model(tmp_path):
     with served("--ram", "400MB", home=tmp_path) as running:
-        running.wait_for("Anthropic API")
+        running.wait_for("Ctrl-C stops")
         assert "demo" in running.output
         assert "--model" in running.output
         reply = httpx.post(f"{running.url}/v1/chat/completions", json=CHAT, timeout=60)

@@ -53,7 +53,7 @@ def hanging(seconds: float) -> subprocess.Popen[str]:
     process = subprocess.Popen(
         [sys.executable, "-c", code, "serve", "--port", "0"], stdout=subprocess.PIPE, text=True
     )
-    read_until(process, "Anthropic API")
+    read_until(process, "Ctrl-C stops")
     process.terminate()
     read_until(process, "Stopping")
     return process

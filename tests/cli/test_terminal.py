@@ -124,16 +124,18 @@ def test_remedies_and_notices_are_never_broken_or_boxed() -> None:
     info = ModelInfo("demo", 100, 100, 1, "llama", False, True, is_demo=True)
     figures = {"ram": {"limit_bytes": 1}, "disk": {"used_bytes": 0, "limit_bytes": 0}}
     launch = f"{'/a' * 60}/mlxcache launch --url http://h:1"
-    print_welcome(terminal, "http://h:1", info, figures, launch=launch, has_key=False)
+    print_welcome(terminal, "http://h:1", info, figures, launch=launch)
     assert isinstance(terminal.file, io.StringIO)
     shown = re.sub(r"\x1b\[[0-9;]*m", "", terminal.file.getvalue()).splitlines()
-    assert {DEMO_NOTICE, "cd YOUR-PROJECT", launch} <= set(shown)
+    assert {DEMO_NOTICE, "cd YOUR-PROJECT", launch, "Ctrl-C stops."} <= set(shown)
+    assert f"Other clients: {'/a' * 60}/mlxcache connect --url http://h:1" in shown
+    assert "ANTHROPIC_" not in terminal.file.getvalue()
 
 
 def welcomed(disk: dict[str, object], **more: Any) -> str:
     out = Console(file=io.StringIO(), width=200)
     figures = {"ram": {"limit_bytes": 100}, "disk": disk, "models": more.pop("models", ())}
-    print_welcome(out, "http://x", INFO, figures, launch="launch", has_key=False, **more)
+    print_welcome(out, "http://x", INFO, figures, launch="launch", **more)
     assert isinstance(out.file, io.StringIO)
     return out.file.getvalue()
 

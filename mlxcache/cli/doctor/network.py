@@ -17,7 +17,6 @@ from mlxcache.cli.connect import own_command
 from mlxcache.cli.doctor import Finding
 from mlxcache.cli.listen import IN_USE, CannotListen, PortTaken, listen
 from mlxcache.cli.ranks import LOCAL, launch_command, read_hosts
-from mlxcache.cli.remote import Remote
 from mlxcache.config import Settings
 from mlxcache.errors import ConfigError, MlxcacheError, RemoteUnavailable
 from mlxcache.store.lock import servers
@@ -52,6 +51,8 @@ def examine_servers(settings: Settings, url: str) -> list[Finding]:
 
 
 def _server(url: str, key: str | None, *, named: bool) -> Finding | None:
+    from mlxcache.cli.remote import Remote  # noqa: PLC0415 - takes 50 ms
+
     remote = Remote(url, key)
     health = remote.health()
     if health is None:

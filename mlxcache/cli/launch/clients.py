@@ -492,7 +492,8 @@ class Client:
     """A coding agent and how to set it up.
 
     `first_prompt` is the number of tokens of its first prompt, with the demo model
-    (docs/clients.md). `oldest` is the first version that was tested with this server, and `node`
+    (docs/clients.md); with Node.js before 22, npm may install a version that sends `on_old_node`.
+    `oldest` is the first version that was tested with this server, and `node`
     the oldest Node.js with which npm installs it. A program that `prints_version` does nothing else
     with --version. With the command `quiet`, or with one of the flags there, it prints nothing
     before its reply, unless an argument begins with one of `loud`.
@@ -509,6 +510,7 @@ class Client:
     prints_version: bool = True
     quiet: str | tuple[str, ...] = ()
     loud: tuple[str, ...] = ()
+    on_old_node: int = 0
 
     @property
     def about_first_prompt(self) -> str:
@@ -521,6 +523,9 @@ class Client:
             quiet = has_flag(arguments, *self.quiet)
         return quiet and not has_flag(arguments, *self.loud)
 
+
+_ON_OLD_NODE = 30_000
+"""About that of Claude Code 2.1.197 (docs/clients.md)."""
 
 _PRINT = ("-p", "--print")
 _PROMPT = ("-p", "--prompt")
@@ -535,6 +540,7 @@ _CLIENTS = (
         configure_claude,
         quiet=_PRINT,
         loud=("stream-json", "--output-format=stream-json"),
+        on_old_node=_ON_OLD_NODE,
     ),
     Client(
         ClientName.OPENCODE,
@@ -620,6 +626,7 @@ _CLIENTS = (
         "Claude Code through a proxy that shortens prompts, in its mode mlx-lm",
         configure_anyclaude,
         prints_version=False,
+        on_old_node=_ON_OLD_NODE,
     ),
 )
 

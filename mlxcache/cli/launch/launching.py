@@ -491,7 +491,8 @@ def print_menu(
 
 def _description(client: Client, context: int | None, which: Which) -> Text:
     text = Text(f"{client.title}: {client.good_for}. ")
-    text.append(f"First prompt: {client.about_first_prompt}.")
+    old = f", {client.on_old_node:,} with Node.js before 22" if client.on_old_node else ""
+    text.append(f"First prompt: {client.about_first_prompt}{old}.")
     if context is not None and context < client.first_prompt * MIN_PROMPTS:
         text.append(" The context is too short for it.", "yellow")
     if which(client.name) is None:

@@ -423,7 +423,9 @@ def test_the_menu_describes_each_client_on_this_machine() -> None:
     assert "http://h:1 serves org/m with a context of 30,000 tokens" in text
     long = [one.name for one in CLIENTS.values() if one.first_prompt > 15_000]
     assert long == ["claude", "qwen", "copilot", "anyclaude"]
-    assert " ".join(text.split()).count("too short") == len(long)
+    words = " ".join(text.split())
+    assert words.count("too short") == len(long)
+    assert "First prompt: about 18,000 tokens, 30,000 with Node.js before 22." in words
     assert "Not installed" not in text
     assert max(map(len, text.splitlines())) <= 80
 
