@@ -23,7 +23,7 @@ from mlxcache.cli.options import ApiKey, Json, Url, find_server, read_input
 from mlxcache.cli.output import count_bar, narrow_console, reporting
 from mlxcache.cli.show import Result, format_age, format_count
 from mlxcache.config import Settings, load_settings
-from mlxcache.errors import BadRequest, MlxcacheError, ModelError, NotFound
+from mlxcache.errors import BadRequest, ConfigError, MlxcacheError, ModelError, NotFound
 from mlxcache.utf8 import NotUtf8, decode_utf8
 
 if TYPE_CHECKING:
@@ -105,6 +105,8 @@ def explain(
                 as_json=as_json
             )
             return
+        if str(first) != "-" and not first.exists():
+            raise ConfigError(f"there is no file {str(first)!r}")
         flags = {"model": model, "no_canonicalise": no_canonicalise}
         settings = load_settings(flags, os.environ)
         server = partial(find_server, url, api_key)

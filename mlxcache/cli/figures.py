@@ -183,7 +183,7 @@ def _line(path: str, flat: Mapping[str, Any]) -> Iterator[Line]:
         text += f" of {_format_value(path, flat[f'{above}.limit_bytes'])}"
     prompt = flat.get("tokens.prompt")
     if path == "tokens.cached" and prompt:
-        text += f" of {prompt:,} ({flat[path] / prompt:.0%})"
+        text += f" ({flat[path] / prompt:.0%})"
     short = key if _key_of(path) else path
     plain = short.removesuffix("_bytes").replace("_", " ").replace(".", " ")
     label, meaning = _LEGEND.get(path, (plain, ""))

@@ -58,7 +58,8 @@ class Remote:
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         try:
             parts = urlsplit(self.url)
-            if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
+            host, _ = parts.hostname, parts.port  # a port is checked when it is read
+            if parts.scheme not in ("http", "https") or not host:
                 raise ValueError("it does not begin like http://127.0.0.1:8081")
         except ValueError as error:
             raise NoServer(f"{url!r} is not a server address: {error}") from error

@@ -241,7 +241,7 @@ class TestRequests:
         assert engine.info is not None
         engine.info = replace(engine.info, takes_effort=True)
         await chat(client, **asked)
-        by_effort = effort is not None and "thinking_budget" not in asked
+        by_effort = effort not in (None, "none") and "thinking_budget" not in asked
         assert engine.jobs[1].thinking_budget == (None if by_effort else budget)
 
     @pytest.mark.parametrize("stream", [False, True])

@@ -46,7 +46,7 @@ def test_figures_are_printed_under_headings(capsys: pytest.CaptureFixture[str]):
     found = printed(FIGURES, capsys)
     assert next(iter(found)) == "In short"
     assert found == {
-        "In short": ["reused 75 of 300 (25%)", "RAM 26 MB of 600 MB", "disk 340 KB"],
+        "In short": ["reused 75 (25%)", "RAM 26 MB of 600 MB", "disk 340 KB"],
         "Tokens since the start": ["prompt 300"],
         "Memory": [
             *("withheld 5 MB", "buffer limit -"),

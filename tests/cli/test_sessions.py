@@ -360,7 +360,7 @@ def test_figures_are_shown_and_files_are_checked(
     assert figures["disk"]["used_bytes"] > 0
     assert figures["sessions"] == 2
     printed = call("cache", "stats", *where).output
-    assert re.search(r"^Disk\n  used +[\d.]+ [KMG]B", printed, re.MULTILINE)
+    assert re.search(r"^In short\n(  .*\n)*?  disk +[\d.]+ [KMG]B", printed)
     if "ram" in figures:  # of a server
         assert re.search(r"^  index +[\d.]+ [KM]B  ", printed, re.MULTILINE)
     figures_with_words = printed.partition("Requests canonicalised")[0].splitlines()
