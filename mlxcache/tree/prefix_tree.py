@@ -241,10 +241,11 @@ class PrefixTree:
                 "unlocked leaf, and a position in it"
             )
         tokens = node.end - position
+        kept = node.tokens[: position - node.start].copy()
         cut = Cut(node.value, position, node.end, tokens, *self._take_checkpoint(node))
         self.tokens -= tokens
         if position > node.start:
-            node.tokens = node.tokens[: position - node.start].copy()
+            node.tokens = kept
             node.end = position
             self._leaves.renew(node)
             return cut
@@ -320,6 +321,7 @@ class PrefixTree:
         self._leaves.advance(leaf, size)
 
     # -- edges: these keep counts, holdings and the eviction order consistent ----------------------
+    # They copy ids first, so that a copy that finds no memory changes nothing.
 
     def _touch(self, nodes: Iterable[Node]) -> None:
         """Mark `nodes` as used now: with one tick, none counts as more recent than another."""
@@ -346,16 +348,17 @@ class PrefixTree:
 
     def _append(self, node: Node, tail: Tokens, value: Any, count: int) -> Node:
         """Append a copy of `tail` below `node`, or to it if its uses are at most `count`."""
-        self.tokens += len(tail)
         grows = node is not self.root and node.value is value and count >= node.usage.count
         if grows and not node.children and node.checkpoint is None:
             node.tokens = join_ids(node.tokens, tail)
             node.end += len(tail)
+            self.tokens += len(tail)
             node.used_at = self._clock.ticks
             return node
         leaf = Node(node, tail.copy(), node.end, value, self._clock.ticks)
         leaf.usage = Usage(self._clock.now, count, seen=self._now())
         node.children[int(tail[0])] = leaf
+        self.tokens += len(tail)
         self.segments += 1
         self._holdings.add(leaf)
         self._leaves.add(leaf)
@@ -364,12 +367,13 @@ class PrefixTree:
     def _divide(self, node: Node, position: int) -> Node:
         """Move [start, position) of `node` to a new node above it, and return the new node."""
         at = position - node.start
-        upper = Node(node.parent, node.tokens[:at].copy(), node.start, node.value, node.used_at)
+        head, tail = node.tokens[:at].copy(), node.tokens[at:].copy()
+        upper = Node(node.parent, head, node.start, node.value, node.used_at)
         upper.locks = node.locks
         upper.usage = replace(node.usage)
-        upper.children[int(node.tokens[at])] = node
+        upper.children[int(tail[0])] = node
         self._adopt(upper)
-        node.tokens = node.tokens[at:].copy()
+        node.tokens = tail
         node.start = position
         node.parent = upper
         self.segments += 1
@@ -381,9 +385,9 @@ class PrefixTree:
         if node is self.root or node.detached or not unneeded(node):
             return
         (child,) = node.children.values()
+        child.tokens = join_ids(node.tokens, child.tokens)
         self._holdings.remove(node)
         self.segments -= 1
-        child.tokens = join_ids(node.tokens, child.tokens)
         child.start = node.start
         child.parent = node.parent
         child.used_at = max(child.used_at, node.used_at)

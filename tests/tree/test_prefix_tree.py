@@ -92,6 +92,19 @@ def test_cut_refuses_what_is_no_unlocked_leaf(tree):
         tree.cut(leaf, 1)
 
 
+def test_ids_without_memory_change_nothing(tree, monkeypatch):
+    tree.insert(ids(1, 2), A)
+
+    def refuse(*parts):
+        raise MemoryError
+
+    monkeypatch.setattr("mlxcache.tree.prefix_tree.join_ids", refuse)
+    with pytest.raises(MemoryError):
+        tree.insert(ids(1, 2, 3, 4), A)
+    check_tree(tree)
+    assert tree.match(ids(1, 2, 3, 4)).length == 2
+
+
 def test_a_match_is_a_snapshot(tree):
     tree.insert(ids(1, 2, 3, 4), A)
     match = tree.match(ids(1, 2, 9))
