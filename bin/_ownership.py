@@ -43,7 +43,7 @@ FOREIGN = {
     "model.chat_template": {
         "chat_template_utils.ImmutableSandboxedEnvironment": "transformers has no argument for it"
     },
-    "bench.own_time": {"tokenizer.eos_token_ids": "mlx-lm's, which ignores an empty argument"},
+    "bench.lone_model": {"tokenizer.eos_token_ids": "mlx-lm's, which ignores an empty argument"},
     "model.vlm": {"AutoProcessor.from_pretrained": "mlx-vlm replaces it when it is imported"},
     "prompt.codec": {
         "base.normalizer": "a copy of a tokenizers.Tokenizer",

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
@@ -24,14 +24,13 @@ from mlxcache.bench.machine import describe_machine
 from mlxcache.bench.measure import RESTART, Plan, Results, measure, restart_checks, speed_checks
 from mlxcache.bench.own_time import NoOwnTime, OwnTime, measuring
 from mlxcache.bench.process import Launch, NotStarted, Server, mlx_lm_server, ours, parse_against
-from mlxcache.bench.replay import Replay, show_replay
 from mlxcache.bench.turns import PARTING, SCENARIOS, Filler, Visit
 from mlxcache.config import parse_size
 from mlxcache.config.models import DEMO_ID
 from mlxcache.errors import MlxcacheError
-from mlxcache.model.demo import materialise
-from mlxcache.model.hub import resolve
-from mlxcache.plan.trace import read_trace
+
+if TYPE_CHECKING:
+    from mlxcache.bench.replay import Replay
 
 FAILURES = (NotStarted, NoOwnTime, NotApplicable, MlxcacheError, Refused, OSError, ValueError)
 
@@ -165,6 +164,10 @@ def bench(
     )
     options = Options(tokens, runs, reply, launches(against or (), mlx_lm), wait, keep)
 
+    # MLX and mlx-lm take seconds to import, for which --help does not wait.
+    from mlxcache.model.demo import materialise  # noqa: PLC0415
+    from mlxcache.model.hub import resolve  # noqa: PLC0415
+
     def play(run: Bench) -> None:
         path = materialise() if model is None else resolve(model)
         if played is not None:
@@ -184,6 +187,9 @@ def read_replay(
 ) -> Replay | None:
     if path is None:
         return None
+    from mlxcache.bench.replay import Replay  # noqa: PLC0415 - imports MLX, as in `bench`
+    from mlxcache.plan.trace import read_trace  # noqa: PLC0415
+
     try:
         trace = read_trace(path).scaled(scale)
         sizes = [parse_size(text, total=0) or 0 for text in (ram, disk)]
@@ -259,6 +265,8 @@ class Bench:
         self.checks += restart_checks(results)
 
     def trace(self, model: Path, plan: Replay) -> None:
+        from mlxcache.bench.replay import show_replay  # noqa: PLC0415 - as above
+
         launches, wait_s = self.options.launches, self.options.wait_s
         with self.console.status("trace") as status:
             found = plan.play(model, self.folder, launches, wait_s=wait_s, status=status.update)

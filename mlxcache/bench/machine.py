@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import mlx.core as mx
 import psutil
 
 import mlxcache
@@ -38,6 +37,8 @@ PACKAGES = ("mlx", "mlx-metal", "mlx-cpu", "mlx-cuda-13", "mlx-lm")
 
 def describe_machine() -> dict[str, Any]:
     """Return a description of the machine, its device and versions, without private text."""
+    import mlx.core as mx  # noqa: PLC0415 - takes long, and help needs none of it
+
     battery = psutil.sensors_battery() if hasattr(psutil, "sensors_battery") else None
     found: dict[str, Any] = {
         "chip": _chip(),
@@ -56,6 +57,8 @@ def describe_machine() -> dict[str, Any]:
 
 def device_info() -> dict[str, Any]:
     """Return MLX's description of its default device, without what identifies it or its user."""
+    import mlx.core as mx  # noqa: PLC0415 - as above
+
     info: Mapping[str, Any] = mx.device_info()
     return _scrubbed({name: info[name] for name in sorted(info) if name not in UNIQUE})
 

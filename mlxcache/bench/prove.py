@@ -21,7 +21,6 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-import mlx.core as mx
 import psutil
 import typer
 from rich.console import Console
@@ -33,17 +32,19 @@ from mlxcache.bench.command import check_names, scratch
 from mlxcache.bench.context import (
     FULL,
     QUICK,
+    SIZES,
+    WEIGHTS,
     Clock,
     Context,
     Scale,
     Subject,
     TimeUp,
+    Weights,
     usable_bytes,
 )
 from mlxcache.bench.findings import Findings, NotApplicable
 from mlxcache.bench.machine import describe_machine, device_info, private_strings, scrub
 from mlxcache.bench.process import tail
-from mlxcache.bench.random_model import SIZES, WEIGHTS, Weights, make_random
 from mlxcache.bench.report import wide_console
 from mlxcache.errors import MlxcacheError, ModelError
 from mlxcache.model.folder import checked_config
@@ -233,6 +234,10 @@ class Proof:
     def _random(self, weights: Weights, clock: Clock) -> Subject:
         if self._making_s > clock.left_s:
             raise TimeUp(f"about {self._making_s:.0f} s needed, {clock.left_s:.0f} s left")
+        import mlx.core as mx  # noqa: PLC0415 - takes long, and --help does without
+
+        from mlxcache.bench.random_model import make_random  # noqa: PLC0415 - as above
+
         size = self.options.size
         label = _label(size, weights)
         self.on_step(f"making the model: {label}")

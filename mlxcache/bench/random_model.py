@@ -10,18 +10,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from string import ascii_letters, digits, punctuation
-from typing import Any, Literal
+from typing import Any
 
 import mlx.core as mx
 from tokenizers import Tokenizer
 
+from mlxcache.bench.context import SIZES, Shape, Weights
 from mlxcache.model import demo
-
-Weights = Literal["bfloat16", "4bit"]
-WEIGHTS: tuple[Weights, ...] = ("bfloat16", "4bit")
 
 CONTEXT = 131072
 GROUP_SIZE, BITS = 64, 4
@@ -37,30 +34,6 @@ hundreds of them count."""
 
 LETTERS = [c for c in punctuation + ascii_letters + digits if c not in "<'"]
 """Characters for replies, without `<`, which opens markers, and `'`, which has its own rule."""
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """Sizes of a Qwen3 model without experts. `tied`: the head has the embeddings' weights."""
-
-    hidden: int
-    layers: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    head_dim: int = 128
-    vocabulary: int = 151936
-    tied: bool = True
-
-
-SIZES = {
-    "tiny": Shape(64, 4, 128, 4, 2, head_dim=32, vocabulary=3072),
-    "0.6b": Shape(1024, 28, 3072, 16, 8),
-    "1.7b": Shape(2048, 28, 6144, 16, 8),
-    "4b": Shape(2560, 36, 9728, 32, 8),
-    "8b": Shape(4096, 36, 12288, 32, 8, tied=False),
-}
-"""Shapes by name, as published in config.json of Qwen3-0.6B, -1.7B, -4B and -8B; `tiny` is ours."""
 
 
 def make_random(folder: Path, size: str, weights: Weights = "bfloat16") -> Path:

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from mlxcache.bench.equality import rounding
-from mlxcache.bench.own_time import LoneModel, NoOwnTime, measuring
+from mlxcache.bench.lone_model import LoneModel
+from mlxcache.bench.own_time import NoOwnTime, measuring
 from mlxcache.types import token_ids
 from tests.toys.toy import make_toy
 

@@ -10,7 +10,8 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm import generate, load
 
-from mlxcache.bench.random_model import SIZES, Weights, make_random
+from mlxcache.bench.context import SIZES, Weights
+from mlxcache.bench.random_model import make_random
 from mlxcache.model.load import ModelSpec
 from mlxcache.model.load import load as load_here
 

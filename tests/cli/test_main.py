@@ -121,8 +121,6 @@ SLOWER = ("numpy", "httpx", "mlx", "mlx_lm", "transformers", "pydantic", "typer.
 SLOW = (*SLOWER, "psutil", "asyncio", "rich")
 """Modules that take from 10 ms, or from 80 ms, to seconds to import."""
 
-HELPS = [name for name in COMMANDS if name not in ("bench", "prove")]
-
 
 def run_and_list_slow(arguments, variables, slow=SLOW):
     code = (
@@ -149,9 +147,9 @@ def run_and_list_slow(arguments, variables, slow=SLOW):
             {"_MLXCACHE_COMPLETE": "complete_bash", "COMP_WORDS": "x se", "COMP_CWORD": "1"},
             [one for one in SLOW if one != "rich"],
         ),
-        *(([name, "--help"], {}, SLOWER) for name in HELPS),
+        *(([name, "--help"], {}, SLOWER) for name in COMMANDS),
     ],
-    ids=["version", "help", "tab", *HELPS],
+    ids=["version", "help", "tab", *COMMANDS],
 )
 def test_what_only_names_commands_imports_nothing_slow(arguments, variables, slow):
     """The version, every help, and a TAB that completes a command."""
