@@ -64,13 +64,16 @@ def serve(models: Models = None, *, flags: Flags, config: Config = None) -> None
             require_local,
             require_writable,
         )
+        from mlxcache.store.folder import STORE  # noqa: PLC0415
 
         if settings.disk != "off":
             require_local(settings.cache_dir)
         folder = settings.cache_dir
         prepare_cache_dir(folder)
         if settings.model is None:
-            require_writable(folder)
+            require_writable(folder, "the demo model needs it")
+        elif settings.disk != "off" and not (folder / STORE).is_dir():  # one that is there is read
+            require_writable(folder, "computed KV goes there, unless you add --disk off")
         # Here and not above: MLX and the tokenizers take seconds to import, --help needs neither.
         with _kept_descriptor_limit():
             from mlxcache.cli.server import run  # noqa: PLC0415

@@ -51,16 +51,19 @@ def require_local(cache_dir: Path) -> None:
         )
 
 
-def require_writable(cache_dir: Path) -> None:
-    """Raise ConfigError unless files can be made in the cache folder; make it if it is missing."""
+def require_writable(cache_dir: Path, why: str) -> None:
+    """Raise ConfigError, with `why` it matters, unless files can be made in the cache folder.
+
+    A missing folder is made.
+    """
     try:
         make_folder(cache_dir)
         with TemporaryFile(dir=cache_dir):
             pass
     except OSError as error:
         raise ConfigError(
-            f"--cache-dir {cache_dir} cannot be written, and the demo model needs it: "
-            f"{error.strerror}. Choose another folder"
+            f"--cache-dir {cache_dir} cannot be written, and {why}: {error.strerror}. "
+            "Choose another folder"
         ) from error
 
 

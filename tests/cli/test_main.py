@@ -164,6 +164,7 @@ def test_what_only_names_commands_imports_nothing_slow(arguments, variables, slo
     [
         (["--model", "./absent"], "There is no folder absent"),
         (["--cache-dir", f"{__file__}/below"], f"{__file__}/below cannot be written"),
+        (["--cache-dir", f"{__file__}/below", "--model", "."], "unless you add --disk off: Not a"),
     ],
 )
 def test_a_path_that_cannot_be_served_is_told_in_one_sentence_before_anything_slow(arguments, told):
