@@ -207,6 +207,11 @@ read_context = read_number(16, NO_LIMIT, example=32768)
 
 def read_model_names(value: object) -> tuple[str, ...]:
     """Parse the setting `model`: a path, Hub id or name of a model, or a list of them."""
+    if isinstance(value, Mapping):
+        tables = [name for name, table in value.items() if isinstance(table, Mapping)]
+        raise ValueError(
+            f"is a path or Hub id, not a table: did you mean [models.{(tables or ['NAME'])[0]}]?"
+        )
     names = tuple(read_text(one) for one in _several(value))
     if not names:
         raise ValueError("must name a model, not an empty list")

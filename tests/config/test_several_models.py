@@ -159,6 +159,8 @@ def test_tokens_to_draft_need_a_draft_model_of_any_table(write):
         ("model = ['a', 'a']", "model in FILE: names a twice"),
         ("model = []", "model in FILE: must name a model"),
         ("model = 5", "model in FILE: must be a text"),
+        ("[model.a]\npath = 'p'", r"model in FILE: .* did you mean \[models\.a\]\?"),
+        ("[model]\npath = 'p'", r"model in FILE: .* did you mean \[models\.NAME\]\?"),
         (
             "route = ['x*=b']\n[models.a]\npath = 'p'",
             r"route in FILE: x\*=b: .* no model 'b'; the models are a$",
