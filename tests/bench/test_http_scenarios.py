@@ -204,6 +204,21 @@ def test_churn_sends_two_streams_of_new_prompts_for_a_while(context, monkeypatch
     assert check.measured == len(context.servers[0].log)
 
 
+def test_churn_shows_its_figures_if_the_last_requests_outlast_the_limit(context, monkeypatch):
+    def chat(server: Server, *_: Any) -> None:
+        time.sleep(0.6 if len(server.log) >= 4 else 0)
+        server.log.append("chat")
+
+    monkeypatch.setattr(prove_http, "SPARE_S", 0.1)
+    monkeypatch.setattr(Server, "chat", chat)
+    context.clock = Clock(0.3)
+    with context.clock.bounding():
+        prove_http.churn(context)
+    (row,) = medians(context.found, prove_http.CHURN).values()
+    assert row["replies"] >= 4
+    assert row["lasted"] < 0.6
+
+
 # -- sleep -----------------------------------------------------------------------------------------
 
 LINE = '   pid {pid}(caffeinate): [0x1] 00:00:01 PreventUserIdleSystemSleep named: "caffeinate"'
