@@ -170,7 +170,7 @@ class Engine:
         if residency.memory is not None:
             shared = Shared(residency.memory, residency.size_beside_kept(weights))
         runtime = self.make_runtime(loaded, shared)
-        if self._stopped:  # `stop` found nothing to close
+        if self._stopped:  # `_close` has found nothing to close
             runtime.close(died=False)
             raise stopping()
         self._rounds.add(runtime.scheduler)
@@ -200,8 +200,10 @@ class Engine:
             ranks=self._ranks,
         )
 
-    def _close(self, runtime: ModelRuntime) -> None:
+    def _close(self) -> None:
         """Runs on the MLX thread."""
+        if (runtime := self._runtime) is None:
+            return
         self._rounds.remove(runtime.scheduler)
         runtime.scheduler.end_all()
         runtime.close(died=False)
@@ -246,8 +248,7 @@ class Engine:
         self.first_load.end(error)
         self._thread.fail(error)
         runtime = self._runtime
-        if runtime is not None:
-            self._thread.post(lambda: self._close(runtime))
+        self._thread.post(self._close)  # after a `_serve` that runs at this moment
         self._rounds.end()
         if runtime is not None:
             await self._loop.run_in_executor(None, self._thread.join, seconds)

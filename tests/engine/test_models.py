@@ -35,6 +35,8 @@ from mlxcache.errors import (
 )
 from mlxcache.model import load
 from mlxcache.model.weights import Pace, Weights
+from mlxcache.residency.residency import Rounds
+from mlxcache.scheduling.scheduler import Scheduler
 from mlxcache.types import Arrival, Job, Prompt, Text, Tokens, token_ids
 from tests.conftest import ToyMaker
 
@@ -382,6 +384,28 @@ async def test_a_stop_ends_a_start_whose_weights_are_being_read(
     await models.stop()
     with pytest.raises(NotReady):
         await asyncio.wait_for(starting, 10)
+
+
+async def test_a_stop_in_the_last_step_of_a_start_closes_the_runtime(
+    entries: list[ModelEntry], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step does not look for a stop again, and the stop has found no runtime."""
+    loop, add, close, closed = asyncio.get_running_loop(), Rounds.add, ModelRuntime.close, Event()
+
+    def stopped_meanwhile(rounds: Rounds, scheduler: Scheduler) -> None:
+        asyncio.run_coroutine_threadsafe(models.stop(), loop).result(10)
+        add(rounds, scheduler)
+
+    def noted(runtime: ModelRuntime, *, died: bool) -> None:
+        close(runtime, died=died)
+        closed.set()
+
+    monkeypatch.setattr(Rounds, "add", stopped_meanwhile)
+    monkeypatch.setattr(ModelRuntime, "close", noted)
+    models = Models(Settings(disk="off", cache_dir=tmp_path, models=tuple(entries[:1])))
+    with pytest.raises(NotReady):
+        await models.start()
+    assert await asyncio.to_thread(closed.wait, 10)
 
 
 async def test_requests_that_wait_for_a_first_load_are_listed_and_bounded(
