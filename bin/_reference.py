@@ -2,16 +2,13 @@
 
     bin/_reference.py [DOCS]
 
-Commands are taken from the typer app, endpoints from the routes and the docstrings of their
-handlers, and bodies from the types that handlers decode. The last column of the table of settings
-is written by hand.
+Commands are taken from the typer app, endpoints from the operations of the routes and the
+docstrings of their handlers. The last column of the table of settings is written by hand.
 """
 
-import ast
 import inspect
 import re
 import sys
-import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -21,7 +18,8 @@ from typing import Any
 import msgspec
 from msgspec import inspect as types
 
-from mlxcache.api.app import create_app
+from mlxcache.api.app import Endpoint, create_app
+from mlxcache.api.operation import Operation
 from mlxcache.cli.main import load_all
 from mlxcache.config.settings import CONFIG, SETTINGS
 from mlxcache.wire import anthropic_types
@@ -148,12 +146,12 @@ def http_api() -> str:
     shown: dict[Struct, str] = {}
     others: dict[str, list[str]] = {}
     for route in create_app(unused).routes:
-        name, handler = _name(route), _handler(getattr(route, "endpoint", route))
-        bodies = list(_bodies(handler))
-        if any(len(_info(body).fields) > SMALL for body in bodies):
-            lines += _endpoint(name, handler, bodies[0], shown)
+        assert isinstance(route, Endpoint)
+        name, operation, body = _name(route), route.operation, route.operation.body
+        if body is not None and len(_info(body).fields) > SMALL:
+            lines += _endpoint(name, _handler(operation), body, shown)
         else:
-            others.setdefault(_summary(handler, bodies), []).append(f"`{name}`")
+            others.setdefault(_summary(operation), []).append(f"`{name}`")
     rows = [f"| {', '.join(names)} | {text} |" for text, names in others.items()]
     lines += [
         *_blocks(),
@@ -171,49 +169,21 @@ def _name(route: Any) -> str:
     return f"{min(methods)} {route.path.replace(':path', '')}"
 
 
-def _handler(endpoint: Any) -> Callable[..., Any]:
-    while hasattr(endpoint, "func"):
-        endpoint = endpoint.func
-    found: Callable[..., Any] = endpoint
+def _handler(operation: Operation) -> Callable[..., Any]:
+    found: Any = operation.handler
+    while hasattr(found, "func"):
+        found = found.func
     if not found.__doc__:
         raise ValueError(f"the handler {found} has no docstring")
-    return found
+    return found  # type: ignore[no-any-return]
 
 
-def _tree(handler: Callable[..., Any]) -> ast.AST:
-    return ast.parse(textwrap.dedent(inspect.getsource(handler)))
-
-
-def _query(handler: Callable[..., Any]) -> Iterator[str]:
-    """Yield the names of the query parameters that the handler reads."""
-    names = {"request.query_params.get": 0, "query.get": 0, "read_number": 1, "read_word": 1}
-    for call in (node for node in ast.walk(_tree(handler)) if isinstance(node, ast.Call)):
-        at = names.get(ast.unparse(call.func))
-        name = call.args[at] if at is not None else None
-        if isinstance(name, ast.Constant):
-            yield str(name.value)
-
-
-def _bodies(handler: Callable[..., Any]) -> Iterator[Struct]:
-    """Yield the types of bodies that the handler decodes."""
-    for call in (node for node in ast.walk(_tree(handler)) if isinstance(node, ast.Call)):
-        if ast.unparse(call.func).rpartition(".")[2] not in ("read_json", "decode"):
-            continue
-        for argument in call.args:
-            if isinstance(argument, ast.Name | ast.Attribute):
-                name, _, rest = ast.unparse(argument).partition(".")
-                value = handler.__globals__.get(name)
-                value = getattr(value, rest, None) if rest else value
-                if isinstance(value, type) and issubclass(value, msgspec.Struct):
-                    yield value
-
-
-def _summary(handler: Callable[..., Any], bodies: list[Struct]) -> str:
+def _summary(operation: Operation) -> str:
     """Return a cell of the table of endpoints: the docstring, then query and body."""
-    text = _cell(handler.__doc__ or "")
-    query = sorted({f"`{name}`" for name in _query(handler) if f"?{name}=" not in text})
+    text = _cell(_handler(operation).__doc__ or "")
+    query = sorted({f"`{one.name}`" for one in operation.query if f"?{one.name}=" not in text})
     text += f" Query: {', '.join(query)}." if query else ""
-    for body in bodies:
+    if (body := operation.body) is not None:
         text += f" Body: {_inline(body)}. {_cell(body.__doc__ or '')}"
         text += " No other fields." if _info(body).forbid_unknown_fields else ""
     return text

@@ -25,8 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mlxcache.api.dashboard import DOCS, FILES, PAGE, ROOT
 from mlxcache.api.errors import HANDLERS, error_response
-from mlxcache.api.http import HEALTH, ApiSettings
-from mlxcache.api.openapi import PATH as OPENAPI
+from mlxcache.api.http import HEALTH, OPENAPI, ApiSettings
 from mlxcache.errors import Unauthorized
 from mlxcache.owner import OWNER, owner_of
 

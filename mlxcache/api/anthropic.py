@@ -18,6 +18,7 @@ from mlxcache.api import http, sse
 from mlxcache.api.cache import run_warming
 from mlxcache.api.errors import build_anthropic_error
 from mlxcache.api.exchange import Exchange
+from mlxcache.api.operation import EVENTS, JSON, Operation
 from mlxcache.errors import BadRequest
 from mlxcache.types import Finished, Job, Piece, ToolChoice
 from mlxcache.wire import anthropic_reply as reply
@@ -158,6 +159,6 @@ def _event(data: reply.StreamEvent) -> ServerSentEvent:
 
 
 ENDPOINTS = {
-    "POST /v1/messages": messages,
-    "POST /v1/messages/count_tokens": count_tokens,
+    "POST /v1/messages": Operation(messages, types.Request, "Message", types=(JSON, EVENTS)),
+    "POST /v1/messages/count_tokens": Operation(count_tokens, types.Conversation, "InputTokens"),
 }

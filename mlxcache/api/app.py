@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Collection
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,6 @@ from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import Response
 from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -43,13 +42,19 @@ from mlxcache.api.access import (
     check_page,
 )
 from mlxcache.api.errors import HANDLERS, error_response, is_anthropic_client
-from mlxcache.api.http import HEALTH, ApiSettings, Deps, get_request_id, make_request_id
-from mlxcache.api.openapi import PATH, describe
+from mlxcache.api.http import (
+    HEALTH,
+    OPENAPI,
+    ApiSettings,
+    Deps,
+    get_request_id,
+    make_request_id,
+)
+from mlxcache.api.openapi import describe
+from mlxcache.api.operation import Operation
 
 if TYPE_CHECKING:
     from mlxcache.engine.models import Models
-
-Handler = Callable[[Request], Awaitable[Response]]
 
 REQUEST_HEADER = "X-Mlxcache-Request"
 
@@ -70,7 +75,7 @@ def create_app(models: Models, settings: ApiSettings | None = None) -> Starlette
     """Build the HTTP application for `models`, which may still be loading."""
     settings = settings or ApiSettings()
     deps = Deps(models.default, settings, models)
-    endpoints = {
+    endpoints: dict[str, Operation] = {
         **openai.ENDPOINTS,
         **responses.ENDPOINTS,
         **anthropic.ENDPOINTS,
@@ -82,15 +87,15 @@ def create_app(models: Models, settings: ApiSettings | None = None) -> Starlette
         **dashboard.ENDPOINTS,
         **metrics.endpoints(deps),
     }
+    endpoints[f"GET {OPENAPI}"] = describe(endpoints)
     methods: defaultdict[str, set[str]] = defaultdict(set)
     for key in endpoints:
         method, path = key.split(" ")
         methods[path].add(method)
     routes: list[BaseRoute] = []
-    for key, handler in endpoints.items():
+    for key, operation in endpoints.items():
         method, path = key.split(" ")
-        routes.append(Endpoint(path, partial(handler, deps), method, methods[path]))
-    routes.append(Route(PATH, describe(routes), methods=["GET"]))
+        routes.append(Endpoint(path, operation, deps, method, methods[path]))
     return Starlette(
         routes=routes,
         middleware=_middleware(deps),
@@ -121,8 +126,11 @@ class Endpoint(Route):
     Another route may match that path too: `/v1/models/{id}` matches `/v1/models/a/load`.
     """
 
-    def __init__(self, path: str, handler: Handler, method: str, allowed: Collection[str]):
-        super().__init__(path, handler, methods=[method])
+    def __init__(
+        self, path: str, operation: Operation, deps: Deps, method: str, allowed: Collection[str]
+    ):
+        super().__init__(path, partial(operation.handler, deps), methods=[method])
+        self.operation = operation
         self._allowed = {*allowed, *(("HEAD",) if "GET" in allowed else ())}
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:

@@ -12,7 +12,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlxcache.api import http
-from mlxcache.api.sessions import DEFAULT_SESSIONS, require_sessions
+from mlxcache.api.operation import JSON, Number, Operation, Word
+from mlxcache.api.sessions import require_sessions
 from mlxcache.common_prefix import common_length
 from mlxcache.errors import BadRequest
 from mlxcache.owner import OWNER
@@ -26,8 +27,9 @@ if TYPE_CHECKING:
     from mlxcache.sessions.book import SessionBook
     from mlxcache.store.listing import Listed
 
-DEFAULT_NODES, MAX_NODES = 200, 1000
-MAX_SESSIONS = 1000
+SESSIONS, NODES = Number("limit", 100, most=1000), Number("nodes", 200, most=1000)
+LIMIT_BYTES = Number("limit_bytes", 2**63 - 1, 0)
+PINNED = Word("pinned", ("false", "true"))
 
 
 async def read_figures(deps: http.Deps, request: Request) -> Response:
@@ -123,9 +125,7 @@ async def prune(deps: http.Deps, request: Request) -> Response:
     those used least often and longest ago first, pinned ones last.
     """
     http.refuse_owners(_ALL_FILES)
-    has_limit = "limit_bytes" in request.query_params
-    limit = http.read_number(request, "limit_bytes", 0, least=0) if has_limit else None
-    freed = await require_sessions(deps).prune(limit)
+    freed = await require_sessions(deps).prune(LIMIT_BYTES.read(request))
     return http.json_response({"object": "cache.pruned", "freed_bytes": freed})
 
 
@@ -134,7 +134,7 @@ async def clear(deps: http.Deps, request: Request) -> Response:
 
     On a server with several keys, only the sessions of the request's key and their KV are removed.
     """
-    pinned = http.read_word(request, "pinned", "false", ("true", "false")) == "true"
+    pinned = PINNED.read(request) == "true"
     cleared = await require_sessions(deps).clear(pinned=pinned)
     return http.json_response({"object": "cache.cleared", **cleared})
 
@@ -148,13 +148,12 @@ async def tree(deps: http.Deps, request: Request) -> Response:
     Both are from 1 to 1,000. The defaults are 100 sessions and 200 nodes.
     """
     sessions = require_sessions(deps)
-    limit = http.read_number(request, "limit", DEFAULT_SESSIONS, MAX_SESSIONS)
-    nodes = http.read_number(request, "nodes", DEFAULT_NODES, MAX_NODES)
+    limit, nodes = SESSIONS.read(request), NODES.read(request)
     return http.json_response(await build_tree(sessions, await sessions.list(limit), nodes))
 
 
 async def build_tree(
-    sessions: SessionBook, listed: Sequence[Listed], nodes: int = DEFAULT_NODES
+    sessions: SessionBook, listed: Sequence[Listed], nodes: int = NODES.default
 ) -> dict[str, Any]:
     """Build the answer of `GET /v1/cache/tree` for the sessions `listed`, in another thread.
 
@@ -166,10 +165,10 @@ async def build_tree(
 
 
 ENDPOINTS = {
-    "GET /v1/cache": read_figures,
-    "DELETE /v1/cache": clear,
-    "POST /v1/cache/warm": warm_prefix,
-    "GET /v1/cache/tree": tree,
-    "GET /v1/cache/check": check,
-    "POST /v1/cache/prune": prune,
+    "GET /v1/cache": Operation(read_figures),
+    "DELETE /v1/cache": Operation(clear, query=(PINNED,)),
+    "POST /v1/cache/warm": Operation(warm_prefix, raw=(JSON, "text/plain")),
+    "GET /v1/cache/tree": Operation(tree, query=(SESSIONS, NODES)),
+    "GET /v1/cache/check": Operation(check),
+    "POST /v1/cache/prune": Operation(prune, query=(LIMIT_BYTES,)),
 }

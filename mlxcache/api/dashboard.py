@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
 from mlxcache.api.http import Deps
+from mlxcache.api.operation import Operation
 from mlxcache.errors import NotFound
 
 PAGE = "/dashboard"
@@ -91,8 +92,8 @@ async def file(_: Deps, request: Request) -> Response:
 
 
 ENDPOINTS = {
-    "GET /": lead_to_page,
-    "GET /dashboard": file,
-    "GET /docs": docs,
-    "GET /dashboard/{name}": file,
+    "GET /": Operation(lead_to_page, types=(), status=307),
+    "GET /dashboard": Operation(file, types=("text/html",), also=(304,)),
+    "GET /docs": Operation(docs, types=("text/html",), also=(304,)),
+    "GET /dashboard/{name}": Operation(file, types=("*/*",), also=(304,)),
 }

@@ -8,7 +8,7 @@ import re
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -33,11 +33,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-HEALTH = "/health"
+HEALTH, OPENAPI = "/health", "/openapi.json"
 
 BODY_PAUSE_S, BODY_S = 30.0, 600.0
 """Maximum seconds to wait for the next part of a body, and for a whole body held in memory."""
 
+MAX_BODY_BYTES = 64 << 20
 _DRAIN_BYTES = 256 << 20
 _DRAIN_S = 10.0
 
@@ -62,7 +63,7 @@ class ApiSettings:
     api_key: str | None = None
     owned_keys: tuple[str, ...] = ()
     origins: frozenset[str] = frozenset()
-    max_body_bytes: int = 64 << 20
+    max_body_bytes: int = MAX_BODY_BYTES
     default_max_tokens: int | None = None
     ping_seconds: float = 10.0
     stalled_seconds: float = 60.0
@@ -146,29 +147,6 @@ def refuse_owners(why: str) -> None:
 
 def json_response(body: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(body), status, media_type="application/json")
-
-
-def read_number(
-    request: Request, name: str, default: int, most: int = 2**63 - 1, *, least: int = 1
-) -> int:
-    """Return the whole number `name` of the query string, which is from `least` to `most`.
-
-    Raises BadRequest for anything else.
-    """
-    text = request.query_params.get(name, str(default))
-    if not (text.isascii() and text.isdecimal()):
-        raise BadRequest(f"`{name}` must be a whole number.", param=name)
-    if len(text) > 64 or not least <= int(text) <= most:
-        raise BadRequest(f"`{name}` must be from {least} to {most}.", param=name)
-    return int(text)
-
-
-def read_word(request: Request, name: str, default: str, words: Sequence[str]) -> str:
-    """Return which of `words` the query string has as `name`."""
-    word = request.query_params.get(name, default)
-    if word not in words:
-        raise BadRequest(f"`{name}` must be {' or '.join(map(repr, words))}.", param=name)
-    return word
 
 
 # -- headers ---------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from mlxcache import __version__
 from mlxcache.api.cache import build_tree
 from mlxcache.api.http import ApiSettings, Deps
 from mlxcache.api.models import describe_model
+from mlxcache.api.operation import EVENTS, Operation, Text
 from mlxcache.api.sse import make_comment, make_event
 from mlxcache.api.status import describe_with_progress, measure_progress
 from mlxcache.engine.trace import Recordings
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PARTS = ("server", "cache", "requests", "sessions", "tree")
+PARTS_TAKEN = Text("parts")
 
 BUSY_S, IDLE_S = 0.25, 0.5
 """Poll intervals of requests in seconds: while one is running, and otherwise."""
@@ -288,7 +290,7 @@ async def live(readers: LiveReaders, deps: Deps, request: Request) -> Response:
     default is all. Available even while the model loads. The status is 429 if too many streams are
     open.
     """
-    parts = request.query_params.get("parts", ",".join(PARTS)).split(",")
+    parts = request.query_params.get(PARTS_TAKEN.name, ",".join(PARTS)).split(",")
     if not set(parts) <= set(PARTS):
         raise BadRequest(f"`parts` must be one or more of {', '.join(PARTS)}.", param="parts")
     # Counted here, not when the stream begins: many requests may arrive before the first begins.
@@ -353,9 +355,11 @@ async def _trace(deps: Deps, owner: str | None) -> AsyncGenerator[ServerSentEven
                 return
 
 
-def endpoints(models: Models) -> Mapping[str, Any]:
-    """Return the handlers of live streams, which count their readers."""
+def endpoints(models: Models) -> Mapping[str, Operation]:
+    """Return the endpoints of live streams, which count their readers."""
     return {
-        "GET /v1/live": partial(live, LiveReaders(models)),
-        "GET /v1/trace": partial(trace, LiveReaders(models)),
+        "GET /v1/live": Operation(
+            partial(live, LiveReaders(models)), query=(PARTS_TAKEN,), types=(EVENTS,)
+        ),
+        "GET /v1/trace": Operation(partial(trace, LiveReaders(models)), types=(EVENTS,)),
     }

@@ -26,6 +26,7 @@ from starlette.responses import Response
 
 from mlxcache import __version__
 from mlxcache.api.http import Deps
+from mlxcache.api.operation import Operation
 from mlxcache.engine.figures import Disk, Figures
 
 if TYPE_CHECKING:
@@ -236,9 +237,10 @@ async def metrics(collector: EngineCollector, deps: Deps, request: Request) -> R
     return Response(body, headers={"Content-Type": type})
 
 
-def endpoints(deps: Deps) -> Mapping[str, Any]:
-    """Return the handler of the metrics, with its collector."""
-    return {"GET /metrics": partial(metrics, EngineCollector(deps.models, deps.error_counts))}
+def endpoints(deps: Deps) -> Mapping[str, Operation]:
+    """Return the endpoint of the metrics, with its collector."""
+    handler = partial(metrics, EngineCollector(deps.models, deps.error_counts))
+    return {"GET /metrics": Operation(handler, types=("text/plain",))}
 
 
 def _encode(registry: CollectorRegistry, accept: str) -> tuple[bytes, str]:

@@ -9,7 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlxcache.api.errors import is_anthropic_client
-from mlxcache.api.http import Deps, json_response, read_number, refuse_owners, require_model
+from mlxcache.api.http import Deps, json_response, refuse_owners, require_model
+from mlxcache.api.operation import Number, Operation, Text
 from mlxcache.errors import NotFound
 from mlxcache.types import ModelInfo
 
@@ -17,9 +18,14 @@ if TYPE_CHECKING:
     from mlxcache.engine.engine import Engine
 
 
+LIMIT = Number("limit", 20, most=1000)
+CURSORS, LIFECYCLE = (Text("after_id"), Text("before_id")), Text("lifecycle")
+
+
 async def models(deps: Deps, request: Request) -> Response:
     """List the models: in Anthropic's form for clients of its API, else in OpenAI's."""
     require_model(deps)
+    LIMIT.read(request)  # all models are on one page; a wrong number is refused nevertheless
     page: dict[str, Any]
     if is_anthropic_client(request):
         infos = [] if _is_other_page(request) else _infos(deps)
@@ -126,11 +132,10 @@ def _is_other_page(request: Request) -> bool:
 
     All models are on the first page, and all have the lifecycle `active`.
     """
-    read_number(request, "limit", 20, 1000)  # refused unless it is a number
     query = request.query_params
-    stages = [*query.getlist("lifecycle"), *query.getlist("lifecycle[]")]
+    stages = [*query.getlist(LIFECYCLE.name), *query.getlist("lifecycle[]")]
     others = bool(stages) and "active" not in stages
-    return others or any(query.get(cursor) for cursor in ("after_id", "before_id"))
+    return others or any(query.get(cursor.name) for cursor in CURSORS)
 
 
 async def lm_studio_models(deps: Deps, request: Request) -> Response:
@@ -270,12 +275,12 @@ def _is(supported: bool, **more: Any) -> dict[str, Any]:
 
 
 ENDPOINTS = {
-    "POST /v1/models/{id:path}/load": load,
-    "POST /v1/models/{id:path}/unload": unload,
-    "GET /v1/models": models,
-    "GET /v1/models/{id:path}": model,
-    "GET /api/v0/models": lm_studio_models,
-    "GET /v1/api/v0/models": lm_studio_models,
-    "GET /api/v0/models/{id:path}": lm_studio_model,
-    "GET /v1/api/v0/models/{id:path}": lm_studio_model,
+    "POST /v1/models/{id:path}/load": Operation(load),
+    "POST /v1/models/{id:path}/unload": Operation(unload),
+    "GET /v1/models": Operation(models, answer="Models", query=(LIMIT, *CURSORS, LIFECYCLE)),
+    "GET /v1/models/{id:path}": Operation(model),
+    "GET /api/v0/models": Operation(lm_studio_models, answer="List"),
+    "GET /v1/api/v0/models": Operation(lm_studio_models, answer="List"),
+    "GET /api/v0/models/{id:path}": Operation(lm_studio_model),
+    "GET /v1/api/v0/models/{id:path}": Operation(lm_studio_model),
 }

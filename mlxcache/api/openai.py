@@ -17,6 +17,7 @@ from starlette.responses import Response
 from mlxcache.api import http
 from mlxcache.api.errors import build_openai_error
 from mlxcache.api.exchange import Exchange, merge
+from mlxcache.api.operation import EVENTS, JSON, Operation
 from mlxcache.api.sse import Events, make_comment, make_event, make_raw_event
 from mlxcache.errors import BadRequest
 from mlxcache.types import Admitted, Event, Job, Progress, Prompt
@@ -235,6 +236,10 @@ class TextExchange(Completions):
 
 
 ENDPOINTS = {
-    "POST /v1/chat/completions": chat_completions,
-    "POST /v1/completions": completions,
+    "POST /v1/chat/completions": Operation(
+        chat_completions, ChatRequest, "ChatCompletion", types=(JSON, EVENTS)
+    ),
+    "POST /v1/completions": Operation(
+        completions, TextRequest, "TextCompletion", types=(JSON, EVENTS)
+    ),
 }

@@ -1,4 +1,4 @@
-"""OpenAPI document of all endpoints, generated from the routes and the types of their bodies.
+"""OpenAPI document of all endpoints, generated from their operations and the types of bodies.
 
 Source: https://spec.openapis.org/oas/v3.1.0.
 """
@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import cache as cache_result
 from functools import partial
 from typing import Any
@@ -16,109 +15,13 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
 
 from mlxcache import __version__
-from mlxcache.api import cache, sessions
-from mlxcache.api.http import HEALTH, json_response
-from mlxcache.wire import anthropic_types as anthropic
+from mlxcache.api.access import KEYLESS_PATHS
+from mlxcache.api.dashboard import PAGE
+from mlxcache.api.http import HEALTH, Deps, json_response
+from mlxcache.api.operation import EVENTS, JSON, Operation, Schema
 from mlxcache.wire import openai_types as openai
-from mlxcache.wire import responses_types as responses
-
-PATH = "/openapi.json"
-
-Schema = dict[str, Any]
-
-JSON, EVENTS, BINARY = "application/json", "text/event-stream", "application/octet-stream"
-
-
-@dataclass(frozen=True, slots=True)
-class Operation:
-    """Description of one endpoint, besides its path and its handler's docstring.
-
-    `optional`: the body may be empty. `raw`: content types of a body that is not, or not always,
-    JSON. `answer`: schema of its JSON response, `types` the content types. `also`: further statuses
-    that are not errors.
-    """
-
-    body: type[msgspec.Struct] | None = None
-    answer: str = "Object"
-    optional: bool = False
-    raw: tuple[str, ...] = ()
-    query: Mapping[str, Schema] | None = None
-    types: tuple[str, ...] = (JSON,)
-    status: int = 200
-    also: tuple[int, ...] = ()
-
-
-def _number(default: int, least: int = 0, most: int = 2**63 - 1) -> Schema:
-    return {"type": "integer", "minimum": least, "maximum": most, "default": default}
-
-
-def _words(*values: str, default: str | None = None) -> Schema:
-    return {"type": "string", "enum": list(values)} | ({"default": default} if default else {})
-
-
-_TEXT: Schema = {"type": "string"}
-_LIMIT = {"limit": _number(100, 1)}
-_ITEMS = {
-    "limit": _number(20, 1, 100),
-    "order": _words("asc", "desc", default="desc"),
-    "after": _TEXT,
-}
-_MODELS = {
-    "limit": _number(20, 1, 1000),
-    "after_id": _TEXT,
-    "before_id": _TEXT,
-    "lifecycle": _TEXT,
-}
-_TREE = {
-    "limit": _number(sessions.DEFAULT_SESSIONS, 1, cache.MAX_SESSIONS),
-    "nodes": _number(cache.DEFAULT_NODES, 1, cache.MAX_NODES),
-}
-_SNAPSHOT = {"format": _words("mlxcache", "mlx-lm", default="mlxcache")}
-_RESTORED = {"name": _TEXT, "prompt_bytes": _number(0), "model": _TEXT}
-_CHAT = (JSON, EVENTS)
-_PAGE = Operation(types=("text/html",), also=(304,))
-
-OPERATIONS: Mapping[str, Operation] = {
-    "POST /v1/chat/completions": Operation(openai.ChatRequest, "ChatCompletion", types=_CHAT),
-    "POST /v1/completions": Operation(openai.TextRequest, "TextCompletion", types=_CHAT),
-    "POST /v1/responses": Operation(responses.ResponsesRequest, "Response", types=_CHAT),
-    "POST /v1/responses/input_tokens": Operation(responses.ResponsesRequest, "InputTokens"),
-    "GET /v1/responses/{id}": Operation(
-        None, "Response", query={"stream": _words("true", "false")}
-    ),
-    "DELETE /v1/responses/{id}": Operation(answer="Deleted"),
-    "POST /v1/responses/{id}/cancel": Operation(answer="Response"),
-    "GET /v1/responses/{id}/input_items": Operation(answer="List", query=_ITEMS),
-    "POST /v1/messages": Operation(anthropic.Request, "Message", types=_CHAT),
-    "POST /v1/messages/count_tokens": Operation(anthropic.Conversation, "InputTokens"),
-    "GET /v1/models": Operation(answer="Models", query=_MODELS),
-    "POST /v1/models/{id}/load": Operation(),
-    "POST /v1/models/{id}/unload": Operation(),
-    "GET /api/v0/models": Operation(answer="List"),
-    "GET /v1/api/v0/models": Operation(answer="List"),
-    "GET /v1/sessions": Operation(answer="List", query=_LIMIT),
-    "POST /v1/sessions": Operation(raw=(BINARY,), query=_RESTORED, status=201),
-    "PATCH /v1/sessions/{id}": Operation(sessions.Patch),
-    "DELETE /v1/sessions/{id}": Operation(answer="Deleted"),
-    "POST /v1/sessions/{id}/fork": Operation(sessions.Fork, optional=True, status=201),
-    "GET /v1/sessions/{id}/snapshot": Operation(query=_SNAPSHOT, types=(BINARY,)),
-    "DELETE /v1/cache": Operation(query={"pinned": _words("true", "false")}),
-    "POST /v1/cache/warm": Operation(raw=(JSON, "text/plain")),
-    "GET /v1/cache/tree": Operation(query=_TREE),
-    "POST /v1/cache/prune": Operation(query={"limit_bytes": _number(0)}),
-    "GET /v1/requests": Operation(answer="List", query=_LIMIT),
-    "GET /v1/live": Operation(query={"parts": _TEXT}, types=(EVENTS,)),
-    "GET /v1/trace": Operation(types=(EVENTS,)),
-    "GET /metrics": Operation(types=("text/plain",)),
-    "GET /": Operation(types=(), status=307),
-    "GET /dashboard": _PAGE,
-    "GET /dashboard/{name}": Operation(types=("*/*",), also=(304,)),
-    "GET /docs": _PAGE,
-}
-"""What is to be said of an endpoint, as `METHOD PATH`. A GET or DELETE may have no entry."""
 
 _TAGS = {
     "openai": "OpenAI",
@@ -130,9 +33,7 @@ _TAGS = {
 }
 """Group of the endpoints of a module; all others are of the group `Server`."""
 
-_PUBLIC_PATHS = ("/", "/dashboard", "/dashboard/{name}", "/docs", HEALTH, PATH)
-_PUBLIC = frozenset(f"GET {path}" for path in _PUBLIC_PATHS)
-"""Endpoints that need no key."""
+_KEYLESS = KEYLESS_PATHS | {f"{PAGE}/{{name}}"}
 
 _REASONS = {
     200: "Success.",
@@ -158,7 +59,7 @@ UNSUPPORTED = "x-unsupported"
 
 _REFUSED = "Not supported: using it is a 400, unless its value has no effect."
 _MODULE = re.compile(rb"mlxcache\.wire\.([a-z]+)_types\.")
-_PARTS = re.compile(r"\{([a-z_]+)(?::path)?\}")
+_PARTS = re.compile(r"\{([a-z_]+)\}")
 
 
 # -- schemas ---------------------------------------------------------------------------------
@@ -183,6 +84,7 @@ def _constant(value: str) -> Schema:
     return {"type": "string", "const": value}
 
 
+_TEXT: Schema = {"type": "string"}
 _COUNT: Schema = {"type": "integer", "minimum": 0}
 _LIST: Schema = {"type": "array", "items": {"type": "object"}}
 _OPTIONAL_TEXT: Schema = {"type": ["string", "null"]}
@@ -218,9 +120,8 @@ _ANSWERS: Mapping[str, Schema] = {
 }
 
 
-def _body_schemas() -> tuple[dict[type, Schema], dict[str, Schema]]:
-    """Return the schema of each type in `Operation.body`, and the components of all."""
-    types = list(dict.fromkeys(one.body for one in OPERATIONS.values() if one.body is not None))
+def _body_schemas(types: Sequence[type]) -> tuple[dict[type, Schema], dict[str, Schema]]:
+    """Return the schema of each of `types`, and the components of all."""
     template = "#/components/schemas/{name}"
     schemas, components = msgspec.json.schema_components(types, ref_template=template)
     named = msgspec.json.encode([*schemas, components])
@@ -246,14 +147,13 @@ def _mark_unsupported(schema: Schema, own: Mapping[str, Any]) -> None:
 # -- the document ----------------------------------------------------------------------------
 
 
-def build_document(routes: Iterable[BaseRoute]) -> dict[str, Any]:
-    bodies, components = _body_schemas()
+def build_document(endpoints: Mapping[str, Operation]) -> dict[str, Any]:
+    types = [one.body for one in endpoints.values() if one.body is not None]
+    bodies, components = _body_schemas(list(dict.fromkeys(types)))
     paths: dict[str, dict[str, Any]] = {}
-    for route in routes:
-        if isinstance(route, Route):
-            path = route.path.replace(":path", "")
-            method = next(m for m in sorted(route.methods or ()) if m != "HEAD")
-            paths.setdefault(path, {})[method.lower()] = _operation(method, path, route, bodies)
+    for name, operation in endpoints.items():
+        method, path = name.replace(":path", "").split(" ")
+        paths.setdefault(path, {})[method.lower()] = _describe(method, path, operation, bodies)
     return {
         "openapi": "3.1.0",
         "info": {
@@ -273,20 +173,16 @@ def build_document(routes: Iterable[BaseRoute]) -> dict[str, Any]:
     }
 
 
-def _operation(
-    method: str, path: str, route: Route, bodies: Mapping[type, Schema]
+def _describe(
+    method: str, path: str, operation: Operation, bodies: Mapping[type, Schema]
 ) -> dict[str, Any]:
-    name = f"{method} {path}"
-    if name not in OPERATIONS and method not in ("GET", "DELETE"):
-        raise ValueError(f"{name} has no entry in OPERATIONS")
-    operation = OPERATIONS.get(name, Operation())
-    handler = route.endpoint
+    handler: Any = operation.handler
     while isinstance(handler, partial):
         handler = handler.func
     tag = _TAGS.get(handler.__module__.rpartition(".")[2], "Server")
     doc = inspect.getdoc(handler)
     if not doc:
-        raise ValueError(f"the handler of {name} has no docstring")
+        raise ValueError(f"the handler of {method} {path} has no docstring")
     summary, _, text = doc.partition("\n\n")
     found: dict[str, Any] = {
         "operationId": re.sub(r"\W+", "_", f"{method.lower()}{path}").rstrip("_"),
@@ -294,9 +190,9 @@ def _operation(
         "summary": " ".join(summary.split()),
         "parameters": [
             *(_parameter("path", name, _TEXT) for name in _PARTS.findall(path)),
-            *(_parameter("query", *query) for query in (operation.query or {}).items()),
+            *(_parameter("query", one.name, one.schema) for one in operation.query),
         ],
-        "responses": _responses(operation, name, tag),
+        "responses": _responses(operation, path, tag),
     }
     if text:
         found["description"] = text.strip()
@@ -305,7 +201,7 @@ def _operation(
         found["requestBody"] = {"required": not operation.optional, "content": content}
     elif operation.raw:
         found["requestBody"] = {"required": True, "content": {kind: {} for kind in operation.raw}}
-    if name in _PUBLIC:
+    if path in _KEYLESS:
         found["security"] = []
     return found
 
@@ -314,7 +210,7 @@ def _parameter(place: str, name: str, schema: Schema) -> Schema:
     return {"name": name, "in": place, "required": place == "path", "schema": schema}
 
 
-def _responses(operation: Operation, name: str, tag: str) -> dict[str, Any]:
+def _responses(operation: Operation, path: str, tag: str) -> dict[str, Any]:
     answer = {"$ref": f"#/components/schemas/{operation.answer}"}
     content = {kind: {"schema": answer} if kind == JSON else {} for kind in operation.types}
     found: dict[str, Any] = {
@@ -324,16 +220,16 @@ def _responses(operation: Operation, name: str, tag: str) -> dict[str, Any]:
     for status in operation.also:
         found[str(status)] = {"description": _REASONS[status]}
     error = {JSON: {"schema": {"$ref": "#/components/schemas/Error"}}}
-    for status in _errors(operation, name, tag):
+    for status in _errors(operation, path, tag):
         found[str(status)] = {"description": _REASONS[status], "content": error}
     return found
 
 
-def _errors(operation: Operation, name: str, tag: str) -> Sequence[int]:
-    found = {400, 403, 431, 500} | (set() if name in _PUBLIC else {401, 503})
-    if name == "GET /health":
+def _errors(operation: Operation, path: str, tag: str) -> Sequence[int]:
+    found = {400, 403, 431, 500} | (set() if path in _KEYLESS else {401})
+    if path == HEALTH or path not in _KEYLESS:
         found |= {503}
-    if "{" in name:
+    if "{" in path:
         found |= {404}
     if operation.body is not None or operation.raw:
         found |= {404, 408, 413}
@@ -344,15 +240,15 @@ def _errors(operation: Operation, name: str, tag: str) -> Sequence[int]:
     return sorted(found)
 
 
-# -- routes ----------------------------------------------------------------------------------
+# -- the endpoint ----------------------------------------------------------------------------
 
 
-def describe(routes: Sequence[BaseRoute]) -> Callable[[Request], Awaitable[Response]]:
-    """Return the endpoint with the OpenAPI document of `routes`, which include it."""
-    build = cache_result(lambda: build_document(routes))
+def describe(endpoints: Mapping[str, Operation]) -> Operation:
+    """Return the endpoint with the OpenAPI document of `endpoints`, to which it is then added."""
+    build = cache_result(lambda: build_document(endpoints))
 
-    async def openapi(_: Request) -> Response:
+    async def openapi(_: Deps, request: Request) -> Response:
         """Return a description of all endpoints, as an OpenAPI 3.1 document."""
         return json_response(build())
 
-    return openapi
+    return Operation(openapi)

@@ -20,6 +20,7 @@ from starlette.responses import Response
 from mlxcache.api import http
 from mlxcache.api.errors import build_openai_error
 from mlxcache.api.exchange import Exchange
+from mlxcache.api.operation import EVENTS, JSON, Number, Operation, Text, Word
 from mlxcache.api.sse import Events, make_comment, make_event
 from mlxcache.errors import BadRequest, Busy, ContextLengthExceeded, NotFound, StoreError
 from mlxcache.owner import OWNER
@@ -46,7 +47,8 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-MAX_ITEMS = 100
+LIMIT, ORDER, AFTER = Number("limit", 20, most=100), Word("order", ("desc", "asc")), Text("after")
+STREAM = Word("stream", ("false",))
 INPUT_PREFIX = "item_"
 
 
@@ -338,10 +340,9 @@ def _find(deps: http.Deps, id: str) -> ResponseExchange | None:
 
 
 async def retrieve_response(deps: http.Deps, request: Request) -> Response:
-    """Return a stored response, or one that is being computed. `?stream=true` is a 400."""
+    """Return a stored response, or one that is being computed. It is not streamed again."""
     id = request.path_params["id"]
-    if request.query_params.get("stream", "false").lower() == "true":
-        raise BadRequest("`stream`: a stored response is not streamed again.", param="stream")
+    STREAM.read(request)
     if (found := _find(deps, id)) is not None:
         return http.json_response(found.response)
     return await _stored(deps, id)
@@ -375,14 +376,13 @@ async def list_input_items(deps: http.Deps, request: Request) -> Response:
     `?limit=` is the number of items, 20 by default and at most 100. `?order=` is `asc`, oldest
     first, or `desc`, the default. `?after=` is the id of the last item of the previous page.
     """
-    limit = http.read_number(request, "limit", 20, MAX_ITEMS)
-    order = http.read_word(request, "order", "desc", ("asc", "desc"))
+    limit, order = LIMIT.read(request), ORDER.read(request)
     http.require_model(deps)
     chain = await deps.engine.book.response_chain(request.path_params["id"])
     items = _input_items(chain)
     if order == "desc":
         items.reverse()
-    if after := request.query_params.get("after"):
+    if after := request.query_params.get(AFTER.name):
         places = [i for i, item in enumerate(items) if item["id"] == after]
         if not places:
             raise BadRequest(f"`after`: no item has the id {after[:80]!r}.", param="after")
@@ -427,10 +427,16 @@ def _with_parts(item: RawItem) -> RawItem:
 
 
 ENDPOINTS = {
-    "POST /v1/responses": create_response,
-    "POST /v1/responses/input_tokens": count_input_tokens,
-    "GET /v1/responses/{id}": retrieve_response,
-    "DELETE /v1/responses/{id}": delete_response,
-    "POST /v1/responses/{id}/cancel": cancel_response,
-    "GET /v1/responses/{id}/input_items": list_input_items,
+    "POST /v1/responses": Operation(
+        create_response, ResponsesRequest, "Response", types=(JSON, EVENTS)
+    ),
+    "POST /v1/responses/input_tokens": Operation(
+        count_input_tokens, ResponsesRequest, "InputTokens"
+    ),
+    "GET /v1/responses/{id}": Operation(retrieve_response, answer="Response", query=(STREAM,)),
+    "DELETE /v1/responses/{id}": Operation(delete_response, answer="Deleted"),
+    "POST /v1/responses/{id}/cancel": Operation(cancel_response, answer="Response"),
+    "GET /v1/responses/{id}/input_items": Operation(
+        list_input_items, answer="List", query=(LIMIT, ORDER, AFTER)
+    ),
 }

@@ -15,7 +15,7 @@ from starlette.responses import Response, StreamingResponse
 
 from mlxcache.api import http
 from mlxcache.api.models import engine_named
-from mlxcache.errors import BadRequest
+from mlxcache.api.operation import BINARY, Number, Operation, Text, Word
 from mlxcache.names import clean_name
 from mlxcache.store.database import store_errors
 from mlxcache.store.listing import related_objects
@@ -27,7 +27,10 @@ if TYPE_CHECKING:
     from mlxcache.sessions.files import PromptCacheExport
     from mlxcache.store.snapshots import SnapshotExport
 
-DEFAULT_SESSIONS = 100
+LIMIT, FORMAT = Number("limit", 100), Word("format", ("mlxcache", "mlx-lm"))
+NAME, MODEL = Text("name"), Text("model")
+PROMPT_BYTES = Number("prompt_bytes", 0, 0, http.MAX_BODY_BYTES)
+
 RESTORE_S = 6 * 3600.0
 """Maximum seconds for a snapshot to arrive."""
 
@@ -60,7 +63,7 @@ def require_sessions(deps: http.Deps) -> SessionBook:
 
 async def list_sessions(deps: http.Deps, request: Request) -> Response:
     """List the `?limit=` most recently used sessions, 100 by default."""
-    sessions, limit = require_sessions(deps), http.read_number(request, "limit", DEFAULT_SESSIONS)
+    sessions, limit = require_sessions(deps), LIMIT.read(request)
     data = [one.as_object() for one in await sessions.list(limit)]
     return http.json_response({"object": "list", "data": data})
 
@@ -103,7 +106,7 @@ async def fork(deps: http.Deps, request: Request) -> Response:
 
 async def snapshot(deps: http.Deps, request: Request) -> Response:
     """Export a session as one file. `?format=` is `mlxcache` (the default) or `mlx-lm`."""
-    id, format = _id(request), http.read_word(request, "format", "mlxcache", ("mlxcache", "mlx-lm"))
+    id, format = _id(request), FORMAT.read(request)
     files = require_sessions(deps).files
     export = files.prompt_cache if format == "mlx-lm" else files.snapshot
     made: SnapshotExport | PromptCacheExport = await export(id)
@@ -126,14 +129,11 @@ async def restore(deps: http.Deps, request: Request) -> Response:
     it, a snapshot goes to the model with the same weights, and a prompt cache to the model that the
     file names, else to the default model.
     """
-    files = await _files_for(deps, request.query_params.get("model"))
-    name = clean_name(request.query_params.get("name", "")) or None
+    files = await _files_for(deps, request.query_params.get(MODEL.name))
+    name = clean_name(request.query_params.get(NAME.name, "")) or None
     announced = request.headers.get("content-length", "")
     folder = files.incoming(int(announced) if announced.isdecimal() else 0)
-    left = http.read_number(request, "prompt_bytes", 0, least=0)
-    if left > deps.settings.max_body_bytes:
-        most = deps.settings.max_body_bytes
-        raise BadRequest(f"`prompt_bytes` must be at most {most}.", param="prompt_bytes")
+    left = PROMPT_BYTES.read(request)
     prompt = b""
     fd, path = tempfile.mkstemp(".safetensors", f"restore-{os.getpid()}-", folder)
     try:
@@ -167,11 +167,13 @@ def _id(request: Request) -> str:
 
 
 ENDPOINTS = {
-    "GET /v1/sessions": list_sessions,
-    "POST /v1/sessions": restore,
-    "GET /v1/sessions/{id}": show,
-    "PATCH /v1/sessions/{id}": patch,
-    "DELETE /v1/sessions/{id}": delete,
-    "POST /v1/sessions/{id}/fork": fork,
-    "GET /v1/sessions/{id}/snapshot": snapshot,
+    "GET /v1/sessions": Operation(list_sessions, answer="List", query=(LIMIT,)),
+    "POST /v1/sessions": Operation(
+        restore, raw=(BINARY,), query=(NAME, PROMPT_BYTES, MODEL), status=201
+    ),
+    "GET /v1/sessions/{id}": Operation(show),
+    "PATCH /v1/sessions/{id}": Operation(patch, Patch),
+    "DELETE /v1/sessions/{id}": Operation(delete, answer="Deleted"),
+    "POST /v1/sessions/{id}/fork": Operation(fork, Fork, optional=True, status=201),
+    "GET /v1/sessions/{id}/snapshot": Operation(snapshot, query=(FORMAT,), types=(BINARY,)),
 }

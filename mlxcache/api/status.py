@@ -9,14 +9,17 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mlxcache.api.http import Deps, json_response, read_number
+from mlxcache.api.http import Deps, json_response
 from mlxcache.api.models import input_modalities
+from mlxcache.api.operation import Number, Operation
 from mlxcache.engine.metrics import reuse_of
 from mlxcache.errors import NotFound
 from mlxcache.types import RequestRecord
 
 if TYPE_CHECKING:
     from mlxcache.engine.models import Models
+
+LIMIT = Number("limit", 100)
 
 TIMINGS = ("queue_s", "render_s", "match_s", "restore_s", "prefill_s", "first_token_s", "decode_s")
 
@@ -55,7 +58,7 @@ async def health(deps: Deps, request: Request) -> Response:
 
 async def requests(deps: Deps, request: Request) -> Response:
     """List the `?limit=` most recent requests, newest first; 100 by default."""
-    records = deps.models.requests()[: read_number(request, "limit", 100)]
+    records = deps.models.requests()[: LIMIT.read(request)]
     data = [describe_with_progress(deps.models, record) for record in records]
     return json_response({"object": "list", "data": data})
 
@@ -157,7 +160,7 @@ def _speed(record: RequestRecord, now: float) -> float | None:
 
 
 ENDPOINTS = {
-    "GET /health": health,
-    "GET /v1/requests": requests,
-    "GET /v1/requests/{id}": one_request,
+    "GET /health": Operation(health),
+    "GET /v1/requests": Operation(requests, answer="List", query=(LIMIT,)),
+    "GET /v1/requests/{id}": Operation(one_request),
 }
