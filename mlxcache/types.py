@@ -396,7 +396,8 @@ class RequestRecord:
     `guess_passes`: passes of the model that checked drafted tokens, and `guess_saved_s` the seconds
     saved by them, below 0 if they cost more. `timing`: durations by name, such as `render_s` or
     `decode_s`. `lost`: description of a prefix loss as in `GET /v1/requests`. `joined`: id of the
-    running request whose reply this one shares. `model`: label of the model.
+    running request whose reply this one shares. `model`: label of the model. `session`: label of
+    its session, or the id if there is none; `session_id`: the id, if there is a label.
     """
 
     id: str
@@ -423,6 +424,7 @@ class RequestRecord:
     owner: str | None = None
     joined: str | None = None
     model: str | None = None
+    session_id: str | None = None
 
 
 @dataclass(slots=True)

@@ -70,7 +70,7 @@ def log_line(record: RequestRecord, *, several: bool = False) -> str:
         end = "stop"  # as the reply says
     restored = f" ({record.restored_tokens} from disk)" if record.restored_tokens else ""
     fields = [
-        name_sender(record.session, record.client),
+        name_sender(record.session_id, record.client),
         *((record.model,) if several and record.model else ()),
         f"prompt {record.prompt_tokens}",
         f"cached {record.cached_tokens}" + restored,
@@ -96,10 +96,8 @@ def _drafts(record: RequestRecord) -> str:
 
 
 def name_sender(session: str | None, client: str | None) -> str:
-    """Name the origin of a request: the end of its session's label, or else its client program."""
-    if session or not client:
-        return f"session {(session or '-')[-8:]}"
-    return f"client {client}"
+    """Name the origin of a request: the id of its session if it has a label, or else its client."""
+    return session or (f"client {client}" if client else "-")
 
 
 def _lost(lost: dict[str, Any]) -> str:
@@ -238,7 +236,7 @@ def _readings(engine: Engine) -> list[Reading]:
     return [
         Reading(
             one.id,
-            name_sender(one.session, one.client),
+            name_sender(one.session_id, one.client),
             min(one.prompt_tokens, one.cached_tokens + one.fed_tokens),
             one.prompt_tokens,
             engine.prefill_left_s(one),

@@ -44,14 +44,14 @@ Id = Annotated[
     str,
     typer.Argument(
         metavar="ID",
-        help="A session's id, name, title or label; also the start of an id, or the end of an "
-        "id or label, as in logs.",
+        help="A session's id, name, title or label; also the start of an id, or the end of an id "
+        "or label.",
         autocompletion=complete_id,
     ),
 ]
 
 _LEAST_END = 8
-"""Minimum characters of the end of a label or id that names a session; the log shows as many."""
+"""Minimum characters of the end of a label or id that names a session."""
 
 _HINT, _MOST_NAMED = 60, 5
 
@@ -165,9 +165,8 @@ def rm(where: Where, id: Id, *, yes: Yes = False) -> Result:
 def find_session(sessions: list[dict[str, Any]], text: str) -> dict[str, Any]:
     """Return the one of `sessions` that `text` names.
 
-    Tries an id, then a name, the start of an id, a title or label, and the end of a label or id, as
-    the log shows it. Raises NotFound if nothing matches, or if the first of these to match finds
-    several sessions.
+    Tries an id, then a name, the start of an id, a title or label, and the end of a label or id.
+    Raises NotFound if nothing matches, or if the first of these to match finds several sessions.
     """
     ways: tuple[Callable[[dict[str, Any]], bool], ...] = (
         lambda one: one["id"] == text,

@@ -328,7 +328,7 @@ class Engine:
         builder = runtime.builders.of(owner)
         job = for_owner(job, owner)
         job = replace(job, sampling=resolve(job.sampling, runtime.info.sampling))
-        record = self._records.begin(job, self.label)
+        record = self._records.begin(job, self.label, runtime.book.id_for(job))
         try:
             runtime.check(job.prompt)
             validate(job.sampling, runtime.layout.vocab_size)

@@ -133,9 +133,12 @@ class Records:
         self._on_over = on_over
         self._kept: LRU[str, RequestRecord] = LRU(MAX_RECORDS)
 
-    def begin(self, job: Job, model: str | None = None) -> RequestRecord:
+    def begin(
+        self, job: Job, model: str | None = None, session_id: str | None = None
+    ) -> RequestRecord:
         """Make the record of a request that has just arrived for the model with label `model`."""
         record = self.expect(job, model)
+        record.session_id = session_id
         record.created_at -= job.loaded_s
         record.prompt_tokens = len(job.prompt.ids)
         record.timing["render_s"] = round(job.render_s, 6)

@@ -26,11 +26,11 @@ from mlxcache.store.found import Problem
 from mlxcache.store.leaves import Leaf, LeafRow
 from mlxcache.store.listing import Held, Listed
 from mlxcache.store.reply_rows import ReplyRow, StoredResponse
-from mlxcache.store.sessions import LeafChanged, Session, Sessions
+from mlxcache.store.sessions import ID, LeafChanged, Session, Sessions, id_of
 from mlxcache.store.snapshot_format import SessionInfo
 from mlxcache.store.snapshots import SnapshotExport, read_origin
 from mlxcache.store.store import Store
-from mlxcache.types import Tokens
+from mlxcache.types import Job, Tokens
 
 log = logging.getLogger("mlxcache.engine")
 
@@ -332,6 +332,12 @@ class ModelSessions:
 
     async def get(self, id: str) -> Listed:
         return (await self._measured(lambda table: [table.get(id, OWNER.get())]))[0]
+
+    def id_for(self, job: Job) -> str | None:
+        """Return the id that the session of a labelled request has, or will get; else None."""
+        if job.session is None or ID.fullmatch(job.session):
+            return job.session
+        return id_of(self.namespace, job.session, job.owner)
 
     async def row(self, id: str) -> Session:
         return await self.writer.read(lambda: self.writer.table.get(id, OWNER.get()))

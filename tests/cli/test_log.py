@@ -24,7 +24,7 @@ from mlxcache.types import RequestRecord
 
 
 def one(done: int = 9_929, left_s: float | None = 40.2, id: str = "a") -> Reading:
-    return Reading(id, "session 1234abcd", done, 29_863, left_s)
+    return Reading(id, "ses_00001234abcd", done, 29_863, left_s)
 
 
 class Clock:
@@ -132,8 +132,9 @@ class Engine:
 
     def __init__(self) -> None:
         self.record = RequestRecord(
-            "a", "label-1234abcd", "chat", None, "prefill", 0.0, prompt_tokens=30_000
+            "a", "label", "chat", None, "prefill", 0.0, prompt_tokens=30_000
         )
+        self.record.session_id = "ses_00001234abcd"
         self.replying = asyncio.Event()
 
     def running(self) -> list[RequestRecord]:
@@ -178,6 +179,6 @@ async def test_a_server_shows_how_far_a_prompt_is(
         assert out.getvalue() == ""
         assert 1 <= len(lines) < 8
         assert re.fullmatch(
-            r"session 1234abcd  reading the prompt: \d+,000 of 30,000, about \d+ (s|min) left",
+            r"ses_00001234abcd  reading the prompt: \d+,000 of 30,000, about \d+ (s|min) left",
             lines[0],
         )

@@ -26,6 +26,7 @@ def record(**values: object) -> RequestRecord:
     base = {
         "id": "req_1",
         "session": "5f0c1f5e-0000-4000-8000-3f2a9c1e7d54",
+        "session_id": "ses_3f2a9c1e7d54",
         "api": "anthropic",
         "client": "claude-cli/2.1.329",
         "status": "done",
@@ -47,7 +48,7 @@ def test_a_request_is_one_line_with_every_figure():
         )
     )
     assert line == (
-        "session 9c1e7d54  prompt 18532  cached 18400  fed 132  first token 0.31 s  "
+        "ses_3f2a9c1e7d54  prompt 18532  cached 18400  fed 132  first token 0.31 s  "
         "40.0 tok/s  generated 101  tool_calls"
     )
 
@@ -61,8 +62,8 @@ def test_guesses_are_told_with_what_they_saved() -> None:
 
 def test_a_request_to_one_of_several_models_names_it():
     one = record(model="small", prompt_tokens=20, finish_reason="stop")
-    assert log_line(one, several=True).startswith("session 9c1e7d54  small  prompt 20  ")
-    assert log_line(one).startswith("session 9c1e7d54  prompt 20  ")
+    assert log_line(one, several=True).startswith("ses_3f2a9c1e7d54  small  prompt 20  ")
+    assert log_line(one).startswith("ses_3f2a9c1e7d54  prompt 20  ")
 
 
 @pytest.mark.parametrize(("api", "word"), [("chat", "stop"), ("messages", "stop_sequence")])
@@ -71,15 +72,14 @@ def test_the_end_at_a_stop_string_is_named_as_in_the_reply(api, word):
 
 
 def test_a_request_that_never_ran_has_dashes():
-    line = log_line(record(session=None, client=None, status="rejected", error="no\nroom"))
+    line = log_line(record(session_id=None, client=None, status="rejected", error="no\nroom"))
     assert line == (
-        "session -  prompt 0  cached 0  fed 0  first token -  - tok/s  generated 0  "
-        "rejected  no room"
+        "-  prompt 0  cached 0  fed 0  first token -  - tok/s  generated 0  rejected  no room"
     )
 
 
 def test_a_request_without_a_label_has_its_clients_name():
-    line = log_line(record(session=None, client="OpenAI/Python 2.20.0"))
+    line = log_line(record(session_id=None, client="OpenAI/Python 2.20.0"))
     assert line.startswith("client OpenAI/Python 2.20.0  prompt 0  cached 0")
 
 

@@ -67,12 +67,14 @@ def test_output_to_a_pipe_has_no_escape_codes(server):
 
 
 def test_each_request_is_one_line_of_the_log(server):
+    """With the id under which the session is listed, from its first request on."""
     assert post(server).status_code == 200
-    first = server.wait_for(r"session 1234abcd  prompt (\d+)  cached (\d+)  fed (\d+)  .*  length$")
-    assert int(first[1]) == int(first[2]) + int(first[3])
+    first = server.wait_for(r"(ses_\w+)  prompt (\d+)  cached (\d+)  fed (\d+)  .*  length$")
+    assert int(first[2]) == int(first[3]) + int(first[4])
     assert post(server).status_code == 200
-    pattern = r"(session 1234abcd .*\n(?:.*\n)*.*session 1234abcd  prompt \d+  cached [1-9])"
-    assert server.wait_for(pattern)
+    assert server.wait_for(rf"{first[1]} .*\n(?:.*\n)*.*{first[1]}  prompt \d+  cached [1-9]")
+    listed = json.loads(call("sessions", "--json", "--url", server.url, "--api-key", KEY).output)
+    assert first[1] in {one["id"] for one in listed["data"]}
 
 
 def test_the_key_is_required_and_never_printed(server):

@@ -141,7 +141,7 @@ def test_a_session_is_found_by_title_label_and_id(where: tuple[str, ...]) -> Non
 
 
 def test_a_session_is_found_by_the_end_of_its_label() -> None:
-    """As the log shows it: at least 8 characters, of one session only; whole names come first."""
+    """At least 8 characters, of one session only; whole names come first."""
     labels = ("a1b2c3d4-50242adf", "other-50242adf", "other-1234567z", None)
     sessions = [
         {"id": f"ses_{at}", "name": "1234567z" if label is None else None, "title": None,

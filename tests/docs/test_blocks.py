@@ -46,7 +46,7 @@ TEXT = {
     "the start of a server with little memory",
 }
 LOG = re.compile(
-    r"\d\d:\d\d:\d\d (session (-|[\w-]{1,8})|client \S+)"
+    r"\d\d:\d\d:\d\d (-|ses_[0-9a-f]{12}|client \S+)"
     r"  prompt \d+  cached \d+( \(\d+ from disk\))?  fed \d+"
     r"  first token (-|[\d.]+ s)  (-|[\d.]+) tok/s  generated \d+( \(\d+ of \d+ drafts accepted\))?"
     r"  \w+(  first_seen|  lost \d+ \(\w+: \w+, about [\d.]+ s\))?"
