@@ -3,6 +3,7 @@
 #
 # `environment [EXTRA]` makes .venv on first use, installs this checkout into it (again when
 # pyproject.toml or constraints.txt change), and sets $VENV. PYTHON=... chooses the interpreter.
+# `environment pytest` installs of the extra `test` only what every test needs.
 
 set -eu
 ROOT=$(cd "$(dirname "$(readlink -f "$0")")/.." && pwd -P)
@@ -47,7 +48,9 @@ environment() {
     wanted=$(cat "$ROOT/pyproject.toml" "$ROOT/constraints.txt" | cksum)
     stamp=$VENV/.installed${extra:+-$extra}
     # Without an extra, any stamp will do: each extra brings all that the server needs.
-    if [ -x "$VENV/bin/python" ] && grep -qsxF "$wanted" "$stamp"*; then
+    set -- "$stamp"*
+    [ "$extra" != pytest ] || set -- "$@" "$VENV/.installed-test"
+    if [ -x "$VENV/bin/python" ] && grep -qsxF "$wanted" "$@"; then
         return
     fi
     trap interrupted INT
@@ -61,8 +64,13 @@ runpy.run_module("venv", run_name="__main__", alter_sys=True)
 ' --clear "$VENV"
     fi
     echo "Installing what mlxcache${extra:+[$extra]} needs, once: from one to ten minutes ..." >&2
+    case $extra in
+    "") set -- "$ROOT" ;;
+    pytest) set -- "$ROOT" pytest pytest-asyncio pytest-timeout pytest-xdist hypothesis pillow ;;
+    *) set -- "$ROOT[$extra]" ;;
+    esac
     step "$VENV/bin/python" "$ROOT/bin/_install.py" \
-        --constraint "$ROOT/constraints.txt" --editable "$ROOT${extra:+[$extra]}"
+        --constraint "$ROOT/constraints.txt" --editable "$@"
     if [ "$extra" = test ]; then # its dependencies are packages that mlxcache does not use
         step "$VENV/bin/python" "$ROOT/bin/_install.py" \
             --constraint "$ROOT/constraints.txt" --no-deps mlx-vlm

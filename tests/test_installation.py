@@ -116,21 +116,67 @@ if sys.argv[1] == "install":
 """
 
 
-@pytest.mark.parametrize("during", ["venv", "pip"])
-def test_ctrl_c_ends_in_one_line_that_says_what_to_do(tmp_path: Path, during: str) -> None:
-    """Whatever runs at that moment: making the environment, or pip. No traceback."""
-    modules, begun = tmp_path / "modules", tmp_path / "begun"
-    for name, code in (("venv", VENV), ("pip", SLOW_PIP)):
-        (modules / name).mkdir(parents=True)
-        (modules / name / "__init__.py").write_text('__version__ = "26.1"')
-        text = code.format(begun=str(begun), slow=during == "venv")
-        (modules / name / "__main__.py").write_text(text)
-    clone = tmp_path / "clone"
+NOTING_PIP = """
+import sys
+
+if sys.argv[1] == "install":
+    with open({noted!r}, "a") as file:
+        print(*sys.argv, file=file)
+"""
+
+
+def make_clone(folder: Path, programs: dict[str, str]) -> Path:
+    """A clone with an empty environment, and stand-ins for `programs`, which run with -m."""
+    for name, code in programs.items():
+        (folder / "modules" / name).mkdir(parents=True)
+        (folder / "modules" / name / "__init__.py").write_text('__version__ = "26.1"')
+        (folder / "modules" / name / "__main__.py").write_text(code)
+    clone = folder / "clone"
     (clone / "bin").mkdir(parents=True)
-    for name in ("_env.sh", "_install.py"):
+    for name in ("_env.sh", "_install.py", "_missing.py", "test"):
         (clone / "bin" / name).write_text((BIN / name).read_text())
     for name in ("pyproject.toml", "constraints.txt"):
         (clone / name).write_text("")
+    return clone
+
+
+def test_tests_that_are_named_install_what_they_import(tmp_path: Path) -> None:
+    """All of the tests' packages only if one of them is missing, also for a file they import."""
+    noted, venv = tmp_path / "noted", VENV.format(begun="", slow=False)
+    pip, tests = NOTING_PIP.format(noted=str(noted)), tmp_path / "clone" / "tests"
+    clone = make_clone(tmp_path, {"venv": venv, "pip": pip, "pytest": "print('run')"})
+    tests.mkdir()
+    (tests / "test_few.py").write_text("import json")
+    (tests / "helper.py").write_text("def late():\n    import absent_package")
+    (tests / "test_more.py").write_text("from tests import helper")
+
+    def installed(*arguments: str) -> list[str]:
+        noted.write_text("")
+        done = subprocess.run(
+            ["/bin/sh", str(clone / "bin" / "test"), *arguments],
+            env=os.environ | {"PYTHON": sys.executable, "PYTHONPATH": str(tmp_path / "modules")},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stdout == "run\n"
+        return [line.partition("--editable ")[2] for line in noted.read_text().splitlines()]
+
+    few = installed("tests/test_few.py::test_x", "-q")
+    assert [one.partition(" ")[0] for one in few] == [str(clone)]
+    assert installed("tests/test_few.py") == []
+    assert installed("tests/test_more.py") == [f"{clone}[test] --progress-bar=raw", ""]
+    for all_there in (["tests/test_few.py"], ["tests"], ["-k", "x"], []):
+        assert installed(*all_there) == []
+
+
+@pytest.mark.parametrize("during", ["venv", "pip"])
+def test_ctrl_c_ends_in_one_line_that_says_what_to_do(tmp_path: Path, during: str) -> None:
+    """Whatever runs at that moment: making the environment, or pip. No traceback."""
+    begun = tmp_path / "begun"
+    values = {"begun": str(begun), "slow": during == "venv"}
+    programs = {"venv": VENV.format(**values), "pip": SLOW_PIP.format(**values)}
+    clone = make_clone(tmp_path, programs)
     script = clone / "bin" / "start"
     script.write_text('. "$(dirname "$0")/_env.sh"; environment; echo started')
     process = subprocess.Popen(
@@ -140,7 +186,7 @@ def test_ctrl_c_ends_in_one_line_that_says_what_to_do(tmp_path: Path, during: st
         text=True,
         start_new_session=True,
         preexec_fn=default_signals,  # noqa: PLW1509 - it takes no lock
-        env=os.environ | {"PYTHON": sys.executable, "PYTHONPATH": str(modules)},
+        env=os.environ | {"PYTHON": sys.executable, "PYTHONPATH": str(tmp_path / "modules")},
     )
     end = time.monotonic() + 20
     while not begun.exists():
