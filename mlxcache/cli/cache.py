@@ -14,7 +14,7 @@ from mlxcache.cli import show
 from mlxcache.cli.figures import print_figures
 from mlxcache.cli.help import App
 from mlxcache.cli.options import TARGET, Where, find_server, located, positive_size, read_input
-from mlxcache.cli.output import Yes, confirm, console, count_bar, reporting, require_terminal_or_yes
+from mlxcache.cli.output import Yes, confirm, console, count_bar, require_terminal_or_yes
 from mlxcache.cli.show import Result, format_count, format_duration
 from mlxcache.config import Settings, format_size, load_settings
 from mlxcache.config.keys import read_remote_key
@@ -44,15 +44,13 @@ def group(
     ] = None,
 ) -> None:
     """Show figures of the cache, verify its files, prune and clear it."""
-    with reporting():
-        if remote is not None:
-            given = {"remote": remote, "remote_key_file": remote_key_file}
-            ctx.meta[TARGET] = load_settings(given, os.environ)
-        elif remote_key_file is not None:
-            raise ConfigError("--remote-key-file needs a remote: add --remote URL")
+    if remote is not None:
+        given = {"remote": remote, "remote_key_file": remote_key_file}
+        ctx.meta[TARGET] = load_settings(given, os.environ)
+    elif remote_key_file is not None:
+        raise ConfigError("--remote-key-file needs a remote: add --remote URL")
     if remote is not None and ctx.invoked_subcommand not in ("stats", "prune"):
-        with reporting():
-            raise ConfigError(f"--remote has no {ctx.invoked_subcommand}: use stats or prune")
+        raise ConfigError(f"--remote has no {ctx.invoked_subcommand}: use stats or prune")
 
 
 @app.command()

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mlxcache.cli.options import ApiKey, Json, Url, find_server, read_input
-from mlxcache.cli.output import count_bar, narrow_console, reporting
+from mlxcache.cli.output import count_bar, narrow_console
 from mlxcache.cli.show import Result, format_age, format_count
 from mlxcache.config import Settings, load_settings
 from mlxcache.errors import BadRequest, ConfigError, MlxcacheError, ModelError, NotFound
@@ -92,31 +92,27 @@ def explain(
     as_json: Json = False,
     url: Url = None,
     api_key: ApiKey = None,
-) -> None:
+) -> Result:
     """Explain where two requests differ, why, and what that costs; or audit one request.
 
     The files are bodies of chat requests, as `serve --record DIR` writes them. A server is needed
     for a body with `previous_response_id`, whose earlier part of the conversation is read from it,
     and for what the requests of a session lost.
     """
-    with reporting():
-        if first is None or (first.name.startswith("ses_") and not first.exists()):
-            explain_losses(find_server(url, api_key), None if first is None else first.name).print(
-                as_json=as_json
-            )
-            return
-        if str(first) != "-" and not first.exists():
-            raise ConfigError(f"there is no file {str(first)!r}")
-        flags = {"model": model, "no_canonicalise": no_canonicalise}
-        settings = load_settings(flags, os.environ)
-        server = partial(find_server, url, api_key)
-        one, other = read_request(first, server), second and read_request(second, server)
-        named = (other or one).get("model")
-        settings = settings.for_request(named if isinstance(named, str) else None)
-        with count_bar("rendering"):
-            found = explain_pair(one, other, settings) if other else audit_one(one, settings)
-        text = partial(print_audit if second is None else print_pair, found)
-        Result(found, text).print(as_json=as_json)
+    if first is None or (first.name.startswith("ses_") and not first.exists()):
+        return explain_losses(find_server(url, api_key), None if first is None else first.name)
+    if str(first) != "-" and not first.exists():
+        raise ConfigError(f"there is no file {str(first)!r}")
+    flags = {"model": model, "no_canonicalise": no_canonicalise}
+    settings = load_settings(flags, os.environ)
+    server = partial(find_server, url, api_key)
+    one, other = read_request(first, server), second and read_request(second, server)
+    named = (other or one).get("model")
+    settings = settings.for_request(named if isinstance(named, str) else None)
+    with count_bar("rendering"):
+        found = explain_pair(one, other, settings) if other else audit_one(one, settings)
+    text = partial(print_audit if second is None else print_pair, found)
+    return Result(found, text)
 
 
 def explain_losses(server: Remote, session: str | None) -> Result:

@@ -1,6 +1,7 @@
 """Commands whose help is plain lines under headings, and which parse text without pydantic.
 
 Typer's own help, in frames, leaves descriptions half of the line, and takes 100 ms to import.
+A command may return a `Result`, which is printed, and may raise MlxcacheError, which is reported.
 """
 
 from __future__ import annotations
@@ -11,10 +12,15 @@ from typing import Any, TypeVar
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from mlxcache.errors import MlxcacheError
+
 Run = TypeVar("Run", bound=Callable[..., Any])
 
 
 class Command(TyperCommand):
+    def invoke(self, ctx: Any) -> None:
+        _run(super().invoke, ctx)
+
     def get_params(self, ctx: Any) -> list[Any]:
         return _prepared(super().get_params(ctx))
 
@@ -23,6 +29,9 @@ class Command(TyperCommand):
 
 
 class Group(TyperGroup):
+    def invoke(self, ctx: Any) -> None:
+        _run(super().invoke, ctx)
+
     def get_params(self, ctx: Any) -> list[Any]:
         return _prepared(super().get_params(ctx))
 
@@ -42,6 +51,17 @@ class App(typer.Typer):
         self, name: str | None = None, *, cls: type[TyperCommand] = Command, **more: Any
     ) -> Callable[[Run], Run]:
         return super().command(name, cls=cls, **more)
+
+
+def _run(invoke: Callable[[Any], Any], ctx: Any) -> None:
+    try:
+        if (result := invoke(ctx)) is not None:
+            result.print(as_json=ctx.params["as_json"])
+    except MlxcacheError:
+        from mlxcache.cli.output import reporting  # noqa: PLC0415 - rich takes a while to import
+
+        with reporting():
+            raise
 
 
 def _prepared(parameters: list[Any]) -> list[Any]:

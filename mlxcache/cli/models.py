@@ -30,7 +30,6 @@ from mlxcache.cli.output import (
     confirm,
     console,
     count_bar,
-    reporting,
     require_terminal_or_yes,
     visible,
 )
@@ -277,31 +276,30 @@ def pull(
         typer.Option(metavar="REVISION", help="A branch, tag or commit on the Hub."),
     ] = None,
     as_json: Json = False,
-) -> None:
+) -> Result:
     """Download a model from the Hub and check its files.
 
     Only the files that serving needs are downloaded, into the Hub's own cache. If a download was
     interrupted, the same command continues it.
     """
-    with reporting():
-        _require_hub_id(model, "pull")
-        if Path(model).is_dir():
-            raise ConfigError(
-                f"{model} is a folder here, which `serve --model {model}` would serve in place of "
-                "a download: call `models pull` in another folder"
-            )
-        from mlxcache.model import hub  # noqa: PLC0415 - mlx-lm takes seconds to import
+    _require_hub_id(model, "pull")
+    if Path(model).is_dir():
+        raise ConfigError(
+            f"{model} is a folder here, which `serve --model {model}` would serve in place of "
+            "a download: call `models pull` in another folder"
+        )
+    from mlxcache.model import hub  # noqa: PLC0415 - mlx-lm takes seconds to import
 
-        with byte_bar(f"downloading {model}") as progress:
-            path = hub.pull(model, revision, progress)
-        size = hub.folder_bytes(path)
+    with byte_bar(f"downloading {model}") as progress:
+        path = hub.pull(model, revision, progress)
+    size = hub.folder_bytes(path)
     named = model if revision is None else str(path)
     found = {"id": model, "object": "model", "path": str(path), "revision": path.name}
     text = (
         f"Complete: {model}, {format_size(size)} in {path}\n"
         f"It serves offline: {own_command()} serve --model {named}"
     )
-    Result({**found, "disk_bytes": size}, text).print(as_json=as_json)
+    return Result({**found, "disk_bytes": size}, text)
 
 
 @app.command()
@@ -318,29 +316,28 @@ def rm(
     yes: Yes = False,
     cache_dir: CacheDir = None,
     as_json: Json = False,
-) -> None:
+) -> Result:
     """Remove a model from the Hub's cache, in all its revisions.
 
     Asks for confirmation, unless --yes is given. A model that a running server of yours serves is
     not removed.
     """
-    with reporting():
-        _require_hub_id(model, "rm")
-        require_terminal_or_yes(yes=yes)
-        from mlxcache.model import hub  # noqa: PLC0415 - mlx-lm takes seconds to import
+    _require_hub_id(model, "rm")
+    require_terminal_or_yes(yes=yes)
+    from mlxcache.model import hub  # noqa: PLC0415 - mlx-lm takes seconds to import
 
-        settings = load_settings({"cache_dir": cache_dir}, os.environ)
-        found = hub.find_removal(model)
-        if serving := servers_of(model, settings.cache_dir):
-            raise MlxcacheError(
-                f"The server at {serving[0].url} (process {serving[0].pid}) serves {model}: stop "
-                "it first."
-            )
-        size = format_size(found.nbytes)
-        confirm(f"Remove {model}, {size} in {found.folder}?", yes=yes)
-        hub.remove(found)
+    settings = load_settings({"cache_dir": cache_dir}, os.environ)
+    found = hub.find_removal(model)
+    if serving := servers_of(model, settings.cache_dir):
+        raise MlxcacheError(
+            f"The server at {serving[0].url} (process {serving[0].pid}) serves {model}: stop "
+            "it first."
+        )
+    size = format_size(found.nbytes)
+    confirm(f"Remove {model}, {size} in {found.folder}?", yes=yes)
+    hub.remove(found)
     removed = {"id": model, "object": "model", "deleted": True, "freed_bytes": found.nbytes}
-    Result(removed, f"Removed: {model}, freed {size}").print(as_json=as_json)
+    return Result(removed, f"Removed: {model}, freed {size}")
 
 
 # -- models on this machine --------------------------------------------------------------------

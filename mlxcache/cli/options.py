@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from mlxcache.cli.connect import base_url, own_command
-from mlxcache.cli.output import reporting
 from mlxcache.cli.show import Result
 from mlxcache.config import Settings, load_settings, parse_size
 from mlxcache.config.folder import default_cache_dir
@@ -39,9 +38,11 @@ TARGET = "mlxcache.target"
 """Key in the context's `meta` of a target that the options of a group chose."""
 
 
-def with_settings(
-    *names: str, brief: bool = False
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
+Command = Callable[..., Result | None]
+"""The function of a command: its result is printed, as JSON if its parameter `as_json` is true."""
+
+
+def with_settings(*names: str, brief: bool = False) -> Callable[[Command], Command]:
     """Return a decorator that adds flags for settings, by default for all, to a command.
 
     They appear in the help at the position of the command's parameter `flags`, which receives those
@@ -58,10 +59,10 @@ def with_settings(
         for one in settings
     ]
 
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        def run(**given: Any) -> None:
+    def decorate(command: Command) -> Command:
+        def run(**given: Any) -> Result | None:
             values = {one.name: given.pop(one.name) for one in settings}
-            command(flags=given_flags(values), **given)
+            return command(flags=given_flags(values), **given)
 
         own, at = _parameters(command), list(signature(command).parameters).index("flags")
         return _presented(command, run, [*own[:at], *added, *own[at + 1 :]])
@@ -81,14 +82,12 @@ def _parameters(command: Callable[..., Any]) -> list[Parameter]:
     return [one.replace(annotation=hints[one.name]) for one in own]
 
 
-def _presented(
-    command: Callable[..., Any], run: Callable[..., None], parameters: list[Parameter]
-) -> Callable[..., None]:
-    """Return a function that calls `run`, which typer sees as `command` with these parameters."""
+def _presented(command: Command, run: Command, parameters: list[Parameter]) -> Command:
+    """Return `run` as typer is to see it: as `command`, with these parameters."""
 
     @functools.wraps(command)
-    def presented(*given: Any, **named: Any) -> None:
-        run(*given, **named)
+    def presented(*given: Any, **named: Any) -> Result | None:
+        return run(*given, **named)
 
     presented.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     presented.__annotations__ = {one.name: one.annotation for one in parameters}
@@ -242,14 +241,12 @@ def find_target(
     return without(load_settings({"cache_dir": cache_dir}, os.environ))
 
 
-def located(
-    command: Callable[..., Result], find: Callable[..., Where] = find_target
-) -> Callable[..., None]:
+def located(command: Command, find: Callable[..., Where] = find_target) -> Command:
     """Decorate a command: replace its parameter `where` by --url, --api-key and --cache-dir.
 
     The command gets the target that `find` returns for them, or the one that its group has put into
-    the context's `meta` under `TARGET`, and its result is printed. Options of the command override
-    those of its group. --json is added too.
+    the context's `meta` under `TARGET`. Options of the command override those of its group. --json
+    is added too.
     """
     kind = Parameter.KEYWORD_ONLY
     added = [
@@ -262,26 +259,25 @@ def located(
 
     def run(
         ctx: typer.Context,
-        as_json: bool = False,
         url: Any = None,
         api_key: Any = None,
         cache_dir: Any = None,
         **more: Any,
-    ) -> None:
+    ) -> Result | None:
+        del more["as_json"]
         group = ctx.obj or (None, None, None)
         chosen = (
             theirs if mine is None else mine
             for mine, theirs in zip((url, api_key, cache_dir), group, strict=True)
         )
-        with reporting():
-            where = ctx.meta[TARGET] if TARGET in ctx.meta else find(*chosen)
-            command(where, **more).print(as_json=as_json)
+        where = ctx.meta[TARGET] if TARGET in ctx.meta else find(*chosen)
+        return command(where, **more)
 
     own = [one for one in _parameters(command) if one.name != "where"]
     return _presented(command, run, [*own, *added])
 
 
-def list_by_default(app: typer.Typer, listing: Callable[..., None], help: str) -> None:
+def list_by_default(app: typer.Typer, listing: Command, help: str) -> None:
     """Give a group the options of `located`, and run its command `listing` without another one."""
 
     @app.callback(help=f"{help}\n\nWithout a command, list them.")
@@ -292,7 +288,6 @@ def list_by_default(app: typer.Typer, listing: Callable[..., None], help: str) -
         url: Url = None,
         api_key: ApiKey = None,
         cache_dir: CacheDir = None,
-    ) -> None:
+    ) -> Result | None:
         ctx.obj = (url, api_key, cache_dir)
-        if ctx.invoked_subcommand is None:
-            listing(ctx, as_json=as_json)
+        return None if ctx.invoked_subcommand else listing(ctx, as_json=as_json)

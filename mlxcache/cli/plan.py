@@ -26,13 +26,12 @@ from mlxcache.cli.options import (
     positive_size,
     with_settings,
 )
-from mlxcache.cli.output import console, count_bar, reporting
+from mlxcache.cli.output import console, count_bar
 from mlxcache.cli.show import (
     Result,
     format_count,
     format_duration,
     print_facts,
-    print_json,
     print_table,
 )
 from mlxcache.config import Settings, disk_limit, format_size, load_settings, ram_limit
@@ -142,7 +141,7 @@ def plan(
     plot: Plot = None,
     config: Config = None,
     as_json: Json = False,
-) -> None:
+) -> Result:
     """Predict what users of a model get from a machine: hit rates, first tokens, load, disk.
 
     That is: the share of prompt tokens that are reused, the time to the first token of a reply, the
@@ -150,62 +149,58 @@ def plan(
     is simulated, without the model, over a recorded trace or synthetic agents, which takes seconds
     to minutes. No server is needed.
     """
-    with reporting():
-        settings = load_settings({"model": model, **flags}, os.environ, config).for_request(None)
-        if settings.model is None:
-            raise ConfigError(
-                "--model is missing: name a folder with config.json, or a Hub id, such as "
-                f"`{own_command()} plan --model mlx-community/Qwen3-4B-Instruct-2507-4bit`"
-            )
-        if trace is not None and context is not None:
-            raise ConfigError("--context and --trace exclude each other: a trace has its lengths")
-        from mlxcache.plan.plan import make_plan  # noqa: PLC0415 - numpy and MLX take a while
-        from mlxcache.plan.simulate import Speed, speed_of  # noqa: PLC0415
-        from mlxcache.plan.trace import (  # noqa: PLC0415
-            CONTEXT,
-            read_trace,
-            synthetic_trace,
+    settings = load_settings({"model": model, **flags}, os.environ, config).for_request(None)
+    if settings.model is None:
+        raise ConfigError(
+            "--model is missing: name a folder with config.json, or a Hub id, such as "
+            f"`{own_command()} plan --model mlx-community/Qwen3-4B-Instruct-2507-4bit`"
         )
+    if trace is not None and context is not None:
+        raise ConfigError("--context and --trace exclude each other: a trace has its lengths")
+    from mlxcache.plan.plan import make_plan  # noqa: PLC0415 - numpy and MLX take a while
+    from mlxcache.plan.simulate import Speed, speed_of  # noqa: PLC0415
+    from mlxcache.plan.trace import (  # noqa: PLC0415
+        CONTEXT,
+        read_trace,
+        synthetic_trace,
+    )
 
-        given = read_trace(trace, block_tokens) if trace is not None else None
-        with count_bar("planning, in requests", shown=not as_json) as step:
-            examined = _examine(settings, context)
-            longest = context or min(CONTEXT, examined.info.context_length)
-            played = given or synthetic_trace(users or 1, longest)
-            if requests is not None:
-                played = played.first(requests)
-            server = None if url is None else find_server(url, api_key)
-            figures = None if server is None else server.stats()
-            memory = _memory(settings, flags, examined, figures, remote=remote_speed is not None)
-            speed = Speed()
-            if server is not None:
-                speed = speed_of(server.requests(1000), examined.layout.bytes_per_token)
-            speed = speed.with_given(
-                prefill=prefill_speed,
-                decode=decode_speed,
-                disk=_speed_of("--disk-speed", disk_speed),
-                remote=_speed_of("--remote-speed", remote_speed),
-            )
-            found = make_plan(
-                played,
-                examined.layout,
-                memory,
-                speed,
-                users=users if given is not None else users or 1,
-                at_once=settings.concurrency,
-                progress=step,
-            )
-        if plot is not None:
-            from mlxcache.plan.plan import draw  # noqa: PLC0415
+    given = read_trace(trace, block_tokens) if trace is not None else None
+    with count_bar("planning, in requests", shown=not as_json) as step:
+        examined = _examine(settings, context)
+        longest = context or min(CONTEXT, examined.info.context_length)
+        played = given or synthetic_trace(users or 1, longest)
+        if requests is not None:
+            played = played.first(requests)
+        server = None if url is None else find_server(url, api_key)
+        figures = None if server is None else server.stats()
+        memory = _memory(settings, flags, examined, figures, remote=remote_speed is not None)
+        speed = Speed()
+        if server is not None:
+            speed = speed_of(server.requests(1000), examined.layout.bytes_per_token)
+        speed = speed.with_given(
+            prefill=prefill_speed,
+            decode=decode_speed,
+            disk=_speed_of("--disk-speed", disk_speed),
+            remote=_speed_of("--remote-speed", remote_speed),
+        )
+        found = make_plan(
+            played,
+            examined.layout,
+            memory,
+            speed,
+            users=users if given is not None else users or 1,
+            at_once=settings.concurrency,
+            progress=step,
+        )
+    if plot is not None:
+        from mlxcache.plan.plan import draw  # noqa: PLC0415
 
-            try:
-                plot.write_text(draw(found), encoding="utf-8")
-            except OSError as error:
-                raise ConfigError(f"--plot {plot} cannot be written: {error.strerror}") from error
-    if as_json:
-        print_json(found.as_object())
-    else:
-        show(found)
+        try:
+            plot.write_text(draw(found), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--plot {plot} cannot be written: {error.strerror}") from error
+    return Result(found.as_object(), partial(show, found))
 
 
 def _examine(settings: Settings, context: int | None) -> Examined:

@@ -17,7 +17,7 @@ import typer
 
 from mlxcache.cli.log import configure_logging
 from mlxcache.cli.options import SERVICE, Config, Flags, with_settings
-from mlxcache.cli.output import console, reporting
+from mlxcache.cli.output import console
 from mlxcache.cli.ranks import RANK, close_input, run_ranks, watch_launcher
 from mlxcache.config import load_settings, machine_bytes, require_memory
 from mlxcache.config.models import find_folder
@@ -46,49 +46,48 @@ def serve(models: Models = None, *, flags: Flags, config: Config = None) -> None
     Without --model a small built-in demo is served. Every flag is also a variable (--max-tokens:
     MLXCACHE_MAX_TOKENS) and a key of config.toml.
     """
-    with reporting():
-        if models:
-            flags = {**flags, "model": [*models, *flags.get("model", ())]}
-        settings = load_settings(flags, os.environ, config)
-        require_memory(settings.ram, machine_bytes())
-        if RANK not in os.environ and (settings.hosts or settings.hostfile):
-            raise typer.Exit(run_ranks(settings, sys.argv[1:]))
-        if RANK in os.environ:
-            close_input()
-        if settings.model is not None:
-            find_folder(settings.model)  # before the imports below, which take seconds
-        out = console()
-        configure_logging(out, settings.log_level)
-        from mlxcache.store.cache_folder import (  # noqa: PLC0415
-            prepare_cache_dir,
-            require_local,
-            require_writable,
-        )
-        from mlxcache.store.folder import STORE  # noqa: PLC0415
+    if models:
+        flags = {**flags, "model": [*models, *flags.get("model", ())]}
+    settings = load_settings(flags, os.environ, config)
+    require_memory(settings.ram, machine_bytes())
+    if RANK not in os.environ and (settings.hosts or settings.hostfile):
+        raise typer.Exit(run_ranks(settings, sys.argv[1:]))
+    if RANK in os.environ:
+        close_input()
+    if settings.model is not None:
+        find_folder(settings.model)  # before the imports below, which take seconds
+    out = console()
+    configure_logging(out, settings.log_level)
+    from mlxcache.store.cache_folder import (  # noqa: PLC0415
+        prepare_cache_dir,
+        require_local,
+        require_writable,
+    )
+    from mlxcache.store.folder import STORE  # noqa: PLC0415
 
-        if settings.disk != "off":
-            require_local(settings.cache_dir)
-        folder = settings.cache_dir
-        prepare_cache_dir(folder)
-        if settings.model is None:
-            require_writable(folder, "the demo model needs it")
-        elif settings.disk != "off" and not (folder / STORE).is_dir():  # one that is there is read
-            require_writable(folder, "computed KV goes there, unless you add --disk off")
-        # Here and not above: MLX and the tokenizers take seconds to import, --help needs neither.
-        with _kept_descriptor_limit():
-            from mlxcache.cli.server import run  # noqa: PLC0415
-        from mlxcache.ranks.group import place_from  # noqa: PLC0415
-        from mlxcache.ranks.setup import Rank  # noqa: PLC0415
+    if settings.disk != "off":
+        require_local(settings.cache_dir)
+    folder = settings.cache_dir
+    prepare_cache_dir(folder)
+    if settings.model is None:
+        require_writable(folder, "the demo model needs it")
+    elif settings.disk != "off" and not (folder / STORE).is_dir():  # one that is there is read
+        require_writable(folder, "computed KV goes there, unless you add --disk off")
+    # Here and not above: MLX and the tokenizers take seconds to import, --help needs neither.
+    with _kept_descriptor_limit():
+        from mlxcache.cli.server import run  # noqa: PLC0415
+    from mlxcache.ranks.group import place_from  # noqa: PLC0415
+    from mlxcache.ranks.setup import Rank  # noqa: PLC0415
 
-        place = place_from(os.environ, pipeline=settings.pipeline)
-        if place is not None and place.rank:
-            Rank(place, folder).run()
-            return
-        if place is not None:
-            settings.check_divisible()
-            watch_launcher()
-        with backing_off(folder, os.environ):
-            asyncio.run(run(settings, out, place))
+    place = place_from(os.environ, pipeline=settings.pipeline)
+    if place is not None and place.rank:
+        Rank(place, folder).run()
+        return
+    if place is not None:
+        settings.check_divisible()
+        watch_launcher()
+    with backing_off(folder, os.environ):
+        asyncio.run(run(settings, out, place))
 
 
 @contextmanager

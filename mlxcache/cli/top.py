@@ -18,7 +18,7 @@ from rich.text import Text
 
 from mlxcache.cli import show
 from mlxcache.cli.options import ApiKey, CacheDir, Json, Url, find_server
-from mlxcache.cli.output import reporting, visible
+from mlxcache.cli.output import visible
 from mlxcache.config import format_size
 from mlxcache.errors import MlxcacheError
 
@@ -438,29 +438,26 @@ def top(
     url: Url = None,
     api_key: ApiKey = None,
     cache_dir: CacheDir = None,
-) -> None:
+) -> show.Result | None:
     """Show budgets, requests and sessions of a running server, live. Ctrl-C ends it.
 
     With --once or --json, or if the output is not a terminal, it prints them once and exits.
     """
-    with reporting():
-        remote = find_server(url, api_key, cache_dir)
-        out = Console(highlight=False, markup=False, emoji=False)
-        if as_json or once or not out.is_terminal:
-            _print_once(remote, out, as_json=as_json)
-        else:
-            _redraw(remote, out, interval)
-
-
-def _print_once(remote: Remote, out: Console, *, as_json: bool) -> None:
+    remote = find_server(url, api_key, cache_dir)
+    out = Console(highlight=False, markup=False, emoji=False)
+    if not (as_json or once) and out.is_terminal:
+        _redraw(remote, out, interval)
+        return None
     state, updates, end = LiveState(), watch(remote), time.monotonic() + ONCE_TIMEOUT_S
     while not state.complete and (left := end - time.monotonic()) > 0:
         _apply_next(state, updates, left)
-    if as_json:
-        show.print_json(state.as_object())
-        return
     width = out.width if out.is_terminal else max(80, out.width)
-    out.print(render(state, remote.url, width=width, height=None, now=time.time()), width=width)
+
+    def print_once() -> None:
+        picture = render(state, remote.url, width=width, height=None, now=time.time())
+        out.print(picture, width=width)
+
+    return show.Result(state.as_object(), print_once)
 
 
 def _redraw(remote: Remote, out: Console, interval: float) -> None:

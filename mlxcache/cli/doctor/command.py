@@ -16,8 +16,8 @@ from rich.text import Text
 from mlxcache.cli.connect import base_url
 from mlxcache.cli.doctor import Finding, clients, disk, machine, network, worst
 from mlxcache.cli.options import CacheDir, Config, Flags, Json, with_settings
-from mlxcache.cli.output import byte_bar, count_bar, narrow_console, reporting
-from mlxcache.cli.show import print_json
+from mlxcache.cli.output import byte_bar, count_bar, narrow_console
+from mlxcache.cli.show import Result
 from mlxcache.config import Settings, format_size, load_settings
 from mlxcache.errors import ConfigError
 
@@ -50,28 +50,23 @@ def doctor(
     cache_dir: CacheDir = None,
     quick: Quick = False,
     as_json: Json = False,
-) -> None:
+) -> Result:
     """Check this machine, its settings, and the models that are served.
 
     No server is needed. Each WARN and FAIL comes with a remedy. Exit status 1 if a check fails.
     """
-    with reporting():
-        given = {"model": model or None, "cache_dir": cache_dir, **flags}
-        wrong: tuple[Finding, ...] = ()
-        try:
-            settings = load_settings(given, os.environ, config)
-        except ConfigError as error:
-            settings = load_settings(given, os.environ, Path(os.devnull))
-            remedy = "correct it; the other checks are made as if there were no such file"
-            wrong = (Finding("settings", "fail", str(error), remedy),)
-        report = run_checks(settings, quick=quick, shown=not as_json)
-        report = replace(report, findings=(*wrong, *report.findings))
-    if as_json:
-        print_json(report.as_object())
-    else:
-        report.show()
-    if worst(report.findings) == "fail":
-        raise typer.Exit(1)
+    given = {"model": model or None, "cache_dir": cache_dir, **flags}
+    wrong: tuple[Finding, ...] = ()
+    try:
+        settings = load_settings(given, os.environ, config)
+    except ConfigError as error:
+        settings = load_settings(given, os.environ, Path(os.devnull))
+        remedy = "correct it; the other checks are made as if there were no such file"
+        wrong = (Finding("settings", "fail", str(error), remedy),)
+    report = run_checks(settings, quick=quick, shown=not as_json)
+    report = replace(report, findings=(*wrong, *report.findings))
+    status = int(worst(report.findings) == "fail")
+    return Result(report.as_object(), report.show, status)
 
 
 # -- the checks --------------------------------------------------------------------------------

@@ -23,7 +23,6 @@ from mlxcache.cli.options import (
     located,
     with_settings,
 )
-from mlxcache.cli.output import reporting
 from mlxcache.cli.show import Result
 from mlxcache.config.folder import default_cache_dir
 from mlxcache.errors import ConfigError
@@ -158,18 +157,17 @@ def launch(
     running after the client ends. The client's own settings are not changed. Without CLIENT, a menu
     is shown. All flags of `mlxcache serve` may be given, also those not listed here.
     """
-    with reporting():
-        if as_json and not print_env:
-            raise ConfigError(
-                "--json needs --print-env: without it the client runs and uses the output"
-            )
-        # Here and not above: it takes 50 ms to import, and --help needs none of it.
-        from mlxcache.cli.launch.launching import Launch  # noqa: PLC0415
+    if as_json and not print_env:
+        raise ConfigError(
+            "--json needs --print-env: without it the client runs and uses the output"
+        )
+    # Here and not above: it takes 50 ms to import, and --help needs none of it.
+    from mlxcache.cli.launch.launching import Launch  # noqa: PLC0415
 
-        started = Launch(flags, config, url, small_model)
-        name = client or started.choose()
-        if print_env:
-            started.print_env(name, arguments or [], as_json=as_json)
-            return
-        status = started.run(name, arguments or [], stop_after=stop_after)
+    started = Launch(flags, config, url, small_model)
+    name = client or started.choose()
+    if print_env:
+        started.print_env(name, arguments or [], as_json=as_json)
+        return
+    status = started.run(name, arguments or [], stop_after=stop_after)
     raise typer.Exit(status)
