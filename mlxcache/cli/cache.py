@@ -12,7 +12,7 @@ import typer
 
 from mlxcache.cli import show
 from mlxcache.cli.figures import print_figures
-from mlxcache.cli.help import App
+from mlxcache.cli.help import App, argument, option, switch
 from mlxcache.cli.options import TARGET, Where, find_server, located, positive_size, read_input
 from mlxcache.cli.output import Yes, confirm, console, count_bar, require_terminal_or_yes
 from mlxcache.cli.show import Result, format_count, format_duration
@@ -34,13 +34,11 @@ def group(
     ctx: typer.Context,
     remote: Annotated[
         str | None,
-        typer.Option(
-            metavar="URL", help="For stats and prune: the shared remote at URL, not the cache."
-        ),
+        option("URL", "For stats and prune: the shared remote at URL, not the cache."),
     ] = None,
     remote_key_file: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="The remote's key, for stats."),
+        option("FILE", "The remote's key, for stats."),
     ] = None,
 ) -> None:
     """Show figures of the cache, verify its files, prune and clear it."""
@@ -96,13 +94,11 @@ def prune(
     *,
     older_than: Annotated[
         str | None,
-        typer.Option(
-            metavar="AGE", help="With --remote: remove objects older than this, such as 30d."
-        ),
+        option("AGE", "With --remote: remove objects older than this, such as 30d."),
     ] = None,
     to: Annotated[
         str | None,
-        typer.Option("--to", metavar="SIZE", help="Then evict down to SIZE, such as 5GB."),
+        option("SIZE", "Then evict down to SIZE, such as 5GB.", "--to"),
     ] = None,
 ) -> Result:
     """Verify every file of the cache and remove damaged ones.
@@ -128,9 +124,7 @@ def prune(
 def clear(
     where: Where,
     *,
-    pinned: Annotated[
-        bool, typer.Option("--pinned", metavar="", help="Remove pinned sessions too.")
-    ] = False,
+    pinned: Annotated[bool, switch("Remove pinned sessions too.", "--pinned")] = False,
     yes: Yes = False,
 ) -> Result:
     """Remove all sessions and their KV, in RAM and on disk.
@@ -221,12 +215,12 @@ def warm(
     where: Where,
     file: Annotated[
         Path,
-        typer.Argument(
-            metavar="FILE",
+        argument(
+            "FILE",
+            "A chat request of any API as JSON, or a system prompt; - for standard input.",
             exists=True,
             dir_okay=False,
             allow_dash=True,
-            help="A chat request of any API as JSON, or a system prompt; - for standard input.",
         ),
     ],
 ) -> Result:

@@ -13,12 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from mlxcache.cli.help import argument, option, switch
 from mlxcache.cli.options import ApiKey, Json, Url, find_server, read_input
 from mlxcache.cli.output import count_bar, narrow_console
 from mlxcache.cli.show import Result, format_age, format_count
@@ -60,15 +60,15 @@ _REASONS = {
 
 
 def _file(help: str) -> Any:
-    return typer.Argument(metavar="FILE", exists=True, dir_okay=False, allow_dash=True, help=help)
+    return argument("FILE", help, exists=True, dir_okay=False, allow_dash=True)
 
 
 def explain(
     first: Annotated[
         Path | None,
-        typer.Argument(
-            metavar="FILE|SESSION",
-            help="A chat request of any API as JSON; - reads standard input. A session's id: what "
+        argument(
+            "FILE|SESSION",
+            "A chat request of any API as JSON; - reads standard input. A session's id: what "
             "its last requests lost. Omitted: the last request that lost something.",
         ),
     ] = None,
@@ -78,16 +78,16 @@ def explain(
     *,
     model: Annotated[
         str | None,
-        typer.Option(
-            metavar="PATH|HUB_ID",
-            show_default=False,
-            help="Model whose chat template and tokenizer to use; no weights are read. Default: "
+        option(
+            "PATH|HUB_ID",
+            "Model whose chat template and tokenizer to use; no weights are read. Default: "
             "the configured model, else the built-in demo, whose token counts are estimates.",
+            show_default=False,
         ),
     ] = None,
     no_canonicalise: Annotated[
         bool | None,
-        typer.Option("--no-canonicalise", metavar="", help="Apply no canonicalisation rules."),
+        switch("Apply no canonicalisation rules.", "--no-canonicalise"),
     ] = None,
     as_json: Json = False,
     url: Url = None,

@@ -14,7 +14,7 @@ import typer
 
 from mlxcache.cli import show
 from mlxcache.cli.connect import own_command
-from mlxcache.cli.help import App
+from mlxcache.cli.help import App, argument, option
 from mlxcache.cli.options import (
     CacheDir,
     Json,
@@ -74,7 +74,7 @@ def complete_downloaded(incomplete: str) -> list[str]:
 
 Name = Annotated[
     str,
-    typer.Argument(metavar="NAME", help="A model's name or alias.", autocompletion=complete_name),
+    argument("NAME", "A model's name or alias.", autocompletion=complete_name),
 ]
 
 
@@ -267,13 +267,11 @@ def _require_hub_id(model: str, command: str) -> None:
 
 @app.command()
 def pull(
-    model: Annotated[
-        str, typer.Argument(metavar="HUB_ID", help="A model on the Hub, such as org/name.")
-    ],
+    model: Annotated[str, argument("HUB_ID", "A model on the Hub, such as org/name.")],
     *,
     revision: Annotated[
         str | None,
-        typer.Option(metavar="REVISION", help="A branch, tag or commit on the Hub."),
+        option("REVISION", "A branch, tag or commit on the Hub."),
     ] = None,
     as_json: Json = False,
 ) -> Result:
@@ -306,11 +304,7 @@ def pull(
 def rm(
     model: Annotated[
         str,
-        typer.Argument(
-            metavar="HUB_ID",
-            help="A model in the Hub's cache.",
-            autocompletion=complete_downloaded,
-        ),
+        argument("HUB_ID", "A model in the Hub's cache.", autocompletion=complete_downloaded),
     ],
     *,
     yes: Yes = False,

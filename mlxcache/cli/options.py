@@ -6,9 +6,9 @@ variable and its key in config.toml have the same rules and the same error messa
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Mapping
+from functools import partial, wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from mlxcache.cli.connect import base_url, own_command
+from mlxcache.cli.help import option, switch
 from mlxcache.cli.show import Result
 from mlxcache.config import Settings, load_settings, parse_size
 from mlxcache.config.folder import default_cache_dir
@@ -85,7 +86,7 @@ def _parameters(command: Callable[..., Any]) -> list[Parameter]:
 def _presented(command: Command, run: Command, parameters: list[Parameter]) -> Command:
     """Return `run` as typer is to see it: as `command`, with these parameters."""
 
-    @functools.wraps(command)
+    @wraps(command)
     def presented(*given: Any, **named: Any) -> Result | None:
         return run(*given, **named)
 
@@ -126,7 +127,7 @@ def _complete_models(ctx: typer.Context, incomplete: str) -> list[str]:
 
 
 Config = Annotated[Path | None, _option(CONFIG)]
-Json = Annotated[bool, typer.Option("--json", metavar="", help="Print JSON, for programs.")]
+Json = Annotated[bool, switch("Print JSON, for programs.", "--json")]
 
 
 def read_input(file: Path) -> bytes:
@@ -155,9 +156,7 @@ Where = Any
 """A `Remote` or an `Offline`: they have the same methods."""
 
 
-def _where(metavar: str, help: str) -> Any:
-    return typer.Option(metavar=metavar, rich_help_panel="Where", show_default=False, help=help)
-
+_where = partial(option, rich_help_panel="Where", show_default=False)
 
 Url = Annotated[
     str | None,

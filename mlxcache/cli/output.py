@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from mlxcache.cli.help import switch
 from mlxcache.config import format_size
 from mlxcache.errors import ConfigError, MlxcacheError
 
@@ -28,7 +29,7 @@ _WIDTH = 80
 
 Yes = Annotated[
     bool,
-    typer.Option("--yes", "-y", metavar="", help="Do not ask first; needed without a terminal."),
+    switch("Do not ask first; needed without a terminal.", "--yes", "-y"),
 ]
 
 

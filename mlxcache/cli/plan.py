@@ -12,9 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
-import typer
-
 from mlxcache.cli.connect import own_command
+from mlxcache.cli.help import option
 from mlxcache.cli.options import (
     ApiKey,
     Config,
@@ -50,76 +49,65 @@ BAR = 30
 
 Model = Annotated[
     str | None,
-    typer.Option(
-        metavar="PATH|HUB_ID",
-        help="The model. Its config.json is enough: its weights need not be on this machine.",
+    option(
+        "PATH|HUB_ID",
+        "The model. Its config.json is enough: its weights need not be on this machine.",
     ),
 ]
 Users = Annotated[
     int | None,
-    typer.Option(
-        metavar="N",
+    option(
+        "N",
+        "People or agents who work at once. Default: 1; with --trace, those of the trace.",
         min=1,
         max=10_000,
-        help="People or agents who work at once. Default: 1; with --trace, those of the trace.",
     ),
 ]
 Context = Annotated[
     int | None,
-    typer.Option(
-        metavar="N",
-        min=256,
-        help="Tokens to which conversations grow. Default: 100,000, or the model's own length if "
+    option(
+        "N",
+        "Tokens to which conversations grow. Default: 100,000, or the model's own length if "
         "it is shorter. Not with --trace.",
+        min=256,
     ),
 ]
 TraceFile = Annotated[
     Path | None,
-    typer.Option(
-        "--trace",
-        metavar="FILE",
-        help="Requests to plan for: a file of `mlxcache trace`, of AIPerf's generator of agents, "
+    option(
+        "FILE",
+        "Requests to plan for: a file of `mlxcache trace`, of AIPerf's generator of agents, "
         "or in Mooncake's form. Default: synthetic agents.",
+        "--trace",
     ),
 ]
 BlockTokens = Annotated[
     int | None,
-    typer.Option(
-        metavar="N", min=1, help="Tokens per block of the trace. Default: derived from its lengths."
-    ),
+    option("N", "Tokens per block of the trace. Default: derived from its lengths.", min=1),
 ]
 Count = Annotated[
     int | None,
-    typer.Option("--requests", metavar="N", min=1, help="Use the first N requests of the trace."),
+    option("N", "Use the first N requests of the trace.", "--requests", min=1),
 ]
 PrefillSpeed = Annotated[
     float | None,
-    typer.Option(metavar="TOKENS/S", min=0.001, help="Speed of prefill at a prompt's beginning."),
+    option("TOKENS/S", "Speed of prefill at a prompt's beginning.", min=0.001),
 ]
-DecodeSpeed = Annotated[
-    float | None, typer.Option(metavar="TOKENS/S", min=0.001, help="Speed of one reply.")
-]
-DiskSpeed = Annotated[
-    str | None, typer.Option(metavar="SIZE", help="Bytes per second read from disk, such as 2GB.")
-]
+DecodeSpeed = Annotated[float | None, option("TOKENS/S", "Speed of one reply.", min=0.001)]
+DiskSpeed = Annotated[str | None, option("SIZE", "Bytes per second read from disk, such as 2GB.")]
 RemoteSpeed = Annotated[
     str | None,
-    typer.Option(
-        metavar="SIZE",
-        help="Plan with a remote that keeps everything, read at so many bytes per second.",
-    ),
+    option("SIZE", "Plan with a remote that keeps everything, read at so many bytes per second."),
 ]
 Url = Annotated[
     str | None,
-    typer.Option(
-        metavar="URL",
-        help="Take speeds from the recent requests of the server at this address, and --ram and "
+    option(
+        "URL",
+        "Take speeds from the recent requests of the server at this address, and --ram and "
         "--disk too if they are not given.",
     ),
 ]
-Plot = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Also draw the hit rate by RAM as SVG.")
-]
+Plot = Annotated[Path | None, option("FILE", "Also draw the hit rate by RAM as SVG.")]
 
 
 @with_settings("ram", "disk", "concurrency", "adapter", "kv_bits", "trust_remote_code")
@@ -333,15 +321,11 @@ def _bar(share: float) -> str:
 def trace(
     where: Where,
     *,
-    output: Annotated[
-        Path, typer.Option("-o", "--output", metavar="FILE", help="File to write.")
-    ] = Path("trace.jsonl"),
-    minutes: Annotated[
-        float | None, typer.Option(metavar="N", min=0.001, help="End after so many minutes.")
-    ] = None,
-    requests: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="End after so many requests.")
-    ] = None,
+    output: Annotated[Path, option("FILE", "File to write.", "-o", "--output")] = Path(
+        "trace.jsonl"
+    ),
+    minutes: Annotated[float | None, option("N", "End after so many minutes.", min=0.001)] = None,
+    requests: Annotated[int | None, option("N", "End after so many requests.", min=1)] = None,
 ) -> Result:
     """Record the requests of a running server as a trace without any text.
 

@@ -15,6 +15,7 @@ from typing import Annotated
 
 import typer
 
+from mlxcache.cli.help import argument
 from mlxcache.cli.log import configure_logging
 from mlxcache.cli.options import SERVICE, Config, Flags, with_settings
 from mlxcache.cli.output import console
@@ -36,7 +37,7 @@ RECENT_S = 3600.0
 log = logging.getLogger("mlxcache.server")
 
 
-Models = Annotated[list[str] | None, typer.Argument(metavar="MODEL", help="As --model.")]
+Models = Annotated[list[str] | None, argument("MODEL", "As --model.")]
 
 
 @with_settings()

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from mlxcache.cli import show
-from mlxcache.cli.help import App
+from mlxcache.cli.help import App, argument, option
 from mlxcache.cli.options import Where, list_by_default, located
 from mlxcache.cli.output import Yes, byte_bar, confirm, require_terminal_or_yes, visible
 from mlxcache.cli.show import Column, Result
@@ -42,10 +42,10 @@ def complete_id(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
 
 Id = Annotated[
     str,
-    typer.Argument(
-        metavar="ID",
-        help="A session's id, name, title or label; also the start of an id, or the end of an id "
-        "or label.",
+    argument(
+        "ID",
+        "A session's id, name, title or label; also the start of an id, or the end of an "
+        "id or label.",
         autocompletion=complete_id,
     ),
 ]
@@ -112,7 +112,7 @@ def unpin(where: Where, id: Id) -> Result:
 def rename(
     where: Where,
     id: Id,
-    name: Annotated[str, typer.Argument(metavar="NAME", help='The new name; "" removes it.')],
+    name: Annotated[str, argument("NAME", 'The new name; "" removes it.')],
 ) -> Result:
     """Give a session a name."""
     return _patch_session(where, id, "Renamed", name=clean_name(name))
@@ -124,12 +124,10 @@ def fork(
     where: Where,
     id: Id,
     *,
-    name: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Name of the new session.")
-    ] = None,
+    name: Annotated[str | None, option("NAME", "Name of the new session.")] = None,
     at: Annotated[
         int | None,
-        typer.Option(metavar="TOKENS", min=1, help="Number of tokens to keep. Default: all."),
+        option("TOKENS", "Number of tokens to keep. Default: all.", min=1),
     ] = None,
 ) -> Result:
     """Make a new session that continues from the tokens of another.
@@ -296,11 +294,11 @@ def snapshot(
     *,
     output: Annotated[
         Path | None,
-        typer.Option(
+        option(
+            "FILE",
+            "The file to write. Default: the session's id, with .safetensors.",
             *("--output", "-o"),
-            metavar="FILE",
             dir_okay=False,
-            help="The file to write. Default: the session's id, with .safetensors.",
         ),
     ] = None,
     format: Annotated[
@@ -352,27 +350,23 @@ def restore(
     where: Where,
     file: Annotated[
         Path,
-        typer.Argument(
-            metavar="FILE", exists=True, dir_okay=False, readable=True, help="A snapshot."
-        ),
+        argument("FILE", "A snapshot.", exists=True, dir_okay=False, readable=True),
     ],
     *,
-    name: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Name of the new session.")
-    ] = None,
+    name: Annotated[str | None, option("NAME", "Name of the new session.")] = None,
     prompt: Annotated[
         str | None,
-        typer.Option(
-            metavar="TEXT",
-            help="The prompt given to mlx_lm.cache_prompt, as text or a JSON list of token ids; "
+        option(
+            "TEXT",
+            "The prompt given to mlx_lm.cache_prompt, as text or a JSON list of token ids; "
             "- reads standard input. Needs a server.",
         ),
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME",
-            help="The model, if the server has several. Default: the file's own, or for a prompt "
+        option(
+            "NAME",
+            "The model, if the server has several. Default: the file's own, or for a prompt "
             "cache that does not name one of them the default model.",
         ),
     ] = None,

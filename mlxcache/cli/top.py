@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -17,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mlxcache.cli import show
+from mlxcache.cli.help import option, switch
 from mlxcache.cli.options import ApiKey, CacheDir, Json, Url, find_server
 from mlxcache.cli.output import visible
 from mlxcache.config import format_size
@@ -429,11 +429,11 @@ MIN_INTERVAL_S = 0.1
 
 def top(
     *,
-    once: Annotated[bool, typer.Option("--once", metavar="", help="Print once, and exit.")] = False,
+    once: Annotated[bool, switch("Print once, and exit.", "--once")] = False,
     as_json: Json = False,
     interval: Annotated[
         float,
-        typer.Option(metavar="SECONDS", min=MIN_INTERVAL_S, help="Time between updates."),
+        option("SECONDS", "Time between updates.", min=MIN_INTERVAL_S),
     ] = 1.0,
     url: Url = None,
     api_key: ApiKey = None,

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from mlxcache.cli.connect import base_url
 from mlxcache.cli.doctor import Finding, clients, disk, machine, network, worst
+from mlxcache.cli.help import option, switch
 from mlxcache.cli.options import CacheDir, Config, Flags, Json, with_settings
 from mlxcache.cli.output import byte_bar, count_bar, narrow_console
 from mlxcache.cli.show import Result
@@ -26,9 +26,7 @@ if TYPE_CHECKING:
 
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
-Quick = Annotated[
-    bool, typer.Option("--quick", metavar="", help="Leave out the test of the disk's speed.")
-]
+Quick = Annotated[bool, switch("Leave out the test of the disk's speed.", "--quick")]
 
 
 @with_settings(
@@ -39,9 +37,9 @@ def doctor(
     *,
     model: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="PATH|HUB_ID",
-            help="Show how this model caches, what conversations cost, and how many fit; "
+        option(
+            "PATH|HUB_ID",
+            "Show how this model caches, what conversations cost, and how many fit; "
             "repeatable. Default: the models of the settings.",
         ),
     ] = None,

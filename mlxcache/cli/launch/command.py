@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from mlxcache.cli.connect import anyclaude_line, claude_code_line, launch_command, own_command
-from mlxcache.cli.help import App, Command
+from mlxcache.cli.help import App, Command, argument, option, switch
 from mlxcache.cli.launch.clients import CLIENTS, ClientName
 from mlxcache.cli.options import (
     Config,
@@ -29,35 +29,23 @@ from mlxcache.errors import ConfigError
 
 Client = Annotated[
     ClientName | None,
-    typer.Argument(
-        metavar="CLIENT",
-        help="claude, opencode, codex, qwen, pi, cline, copilot, cn or anyclaude.",
-    ),
+    argument("CLIENT", "claude, opencode, codex, qwen, pi, cline, copilot, cn or anyclaude."),
 ]
 Arguments = Annotated[
     list[str] | None,
-    typer.Argument(metavar="-- ARGS", help="Arguments for the client, after two dashes."),
+    argument("-- ARGS", "Arguments for the client, after two dashes."),
 ]
 PrintEnv = Annotated[
     bool,
-    typer.Option(
-        "--print-env", metavar="", help="Print the variables for a shell, and start nothing."
-    ),
+    switch("Print the variables for a shell, and start nothing.", "--print-env"),
 ]
 SmallModel = Annotated[
     str | None,
-    typer.Option(
-        metavar="NAME",
-        help="A model of the server for titles and sub-agents, in claude and opencode.",
-    ),
+    option("NAME", "A model of the server for titles and sub-agents, in claude and opencode."),
 ]
 StopAfter = Annotated[
     bool,
-    typer.Option(
-        "--stop-after",
-        metavar="",
-        help="Stop the server after the client, if this command started it.",
-    ),
+    switch("Stop the server after the client, if this command started it.", "--stop-after"),
 ]
 
 
