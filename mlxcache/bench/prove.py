@@ -243,7 +243,6 @@ class Proof:
         self.on_step(f"making the model: {label}")
         began = time.monotonic()
         folder = make_random(self.folder / f"{size}-{weights}", size, weights)
-        mx.clear_cache()
         self._making_s = time.monotonic() - began
         return Subject(folder, label, checked_config(folder))
 

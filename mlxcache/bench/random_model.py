@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from string import ascii_letters, digits, punctuation
 from typing import Any
 
 import mlx.core as mx
+from mlx import nn
+from mlx.utils import tree_flatten
+from mlx_lm.models.qwen3 import Model, ModelArgs
+from mlx_lm.utils import save_model
 from tokenizers import Tokenizer
 
 from mlxcache.bench.context import SIZES, Shape, Weights
@@ -39,34 +43,29 @@ LETTERS = [c for c in punctuation + ascii_letters + digits if c not in "<'"]
 def make_random(folder: Path, size: str, weights: Weights = "bfloat16") -> Path:
     """Write the folder of a random model for `mlx_lm.load`, and return the folder.
 
-    One layer at a time is held in memory. The text of a reply encodes to exactly the tokens that
-    were generated, as that of a trained model mostly does. Replies never end by themselves. Blocks;
-    MLX thread only.
+    The weights of one file, 5 GB at most, are held in memory. The text of a reply encodes to
+    exactly the tokens that were generated, as that of a trained model mostly does. Replies never
+    end by themselves. Blocks; MLX thread only.
     """
     shape = SIZES[size]
-    folder.mkdir(parents=True, exist_ok=True)
     tokenizer = (demo.DATA / "tokenizer.json").read_text(encoding="utf-8")
     vocabulary = Tokenizer.from_str(tokenizer).get_vocab()
     spoken = [vocabulary[letter] for letter in lonely_letters(vocabulary)]
-    files: dict[str, str] = {}
-    total = 0
-    parts = list(_parts(shape))
-    for number, (part, key) in enumerate(
-        zip(parts, mx.random.split(mx.random.key(0), len(parts)), strict=True), 1
-    ):
-        arrays = _drawn(part, key, spoken, tokens=len(vocabulary), tied=shape.tied)
-        if weights == "4bit":
-            arrays = _quantised(arrays)
-        name = f"model-{number:05}-of-{len(parts):05}.safetensors"
-        mx.save_safetensors(str(folder / name), arrays, metadata={"format": "mlx"})
-        files |= dict.fromkeys(arrays, name)
-        total += sum(array.nbytes for array in arrays.values())
-        del arrays
-        mx.clear_cache()
-    index = {"metadata": {"total_size": total}, "weight_map": files}
-    _write(folder / "model.safetensors.index.json", index)
-    _write(folder / "config.json", _config(shape, vocabulary[demo.TURN_END], weights))
+    config = config_of(shape, vocabulary[demo.TURN_END])
+    model = Model(ModelArgs.from_dict(config))
+    sizes = {name: array.shape for name, array in tree_flatten(model.parameters())}
+    keys = mx.random.split(mx.random.key(0), len(sizes))
+    model.load_weights([
+        (name, _drawn(name, one, key, spoken, tokens=len(vocabulary), tied=shape.tied))
+        for (name, one), key in zip(sizes.items(), keys, strict=True)
+    ])  # fmt: skip
+    if weights == "4bit":
+        config["quantization"] = {"group_size": GROUP_SIZE, "bits": BITS}
+        nn.quantize(model, GROUP_SIZE, BITS)
+    save_model(folder, model, donate_model=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
     demo.write_tokenizer(folder, tokenizer, context=CONTEXT, thinking=False)
+    mx.clear_cache()
     return folder
 
 
@@ -81,8 +80,8 @@ def lonely_letters(vocabulary: Mapping[str, int]) -> list[str]:
     return chosen
 
 
-def _config(shape: Shape, eos: int, weights: Weights) -> dict[str, Any]:
-    config: dict[str, Any] = {
+def config_of(shape: Shape, eos: int) -> dict[str, Any]:
+    return {
         "model_type": "qwen3",
         "architectures": ["Qwen3ForCausalLM"],
         "hidden_size": shape.hidden,
@@ -100,68 +99,34 @@ def _config(shape: Shape, eos: int, weights: Weights) -> dict[str, Any]:
         "eos_token_id": eos,
         "torch_dtype": "bfloat16",
     }
-    if weights == "4bit":
-        config["quantization"] = {"group_size": GROUP_SIZE, "bits": BITS}
-    return config
-
-
-def _parts(shape: Shape) -> Iterator[dict[str, tuple[int, ...]]]:
-    """Yield the shapes of the parameters, without the final `.weight`, one dict for each file."""
-    hidden, inner = shape.hidden, shape.intermediate
-    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    ends: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens": (shape.vocabulary, hidden),
-        "model.norm": (hidden,),
-    }
-    if not shape.tied:
-        ends["lm_head"] = (shape.vocabulary, hidden)
-    yield ends
-    for layer in range(shape.layers):
-        of_one: dict[str, tuple[int, ...]] = {
-            "self_attn.q_proj": (queries, hidden),
-            "self_attn.k_proj": (keys, hidden),
-            "self_attn.v_proj": (keys, hidden),
-            "self_attn.o_proj": (hidden, queries),
-            "self_attn.q_norm": (shape.head_dim,),
-            "self_attn.k_norm": (shape.head_dim,),
-            "mlp.gate_proj": (inner, hidden),
-            "mlp.up_proj": (inner, hidden),
-            "mlp.down_proj": (hidden, inner),
-            "input_layernorm": (hidden,),
-            "post_attention_layernorm": (hidden,),
-        }
-        yield {f"model.layers.{layer}.{name}": size for name, size in of_one.items()}
 
 
 def _drawn(
-    part: Mapping[str, tuple[int, ...]],
+    name: str,
+    size: tuple[int, ...],
     key: mx.array,
     spoken: list[int],
     *,
     tokens: int,
     tied: bool,
-) -> dict[str, mx.array]:
-    """Draw the random bfloat16 parameters of one file.
+) -> mx.array:
+    """Draw a random bfloat16 parameter, not evaluated yet.
 
     In the embeddings and the output head, only the rows of the tokenizer's ids are drawn. The other
     rows are zeros: no prompt contains their ids, and no reply should.
     """
-    found = {}
-    for (name, size), one in zip(part.items(), mx.random.split(key, len(part)), strict=True):
-        owner = name.rpartition(".")[2]
-        if len(size) == 1:
-            mean = 1.3 if owner in ("q_norm", "k_norm") else 1.0
-            value = mean + 0.1 * mx.random.normal(size, key=one)
-        elif owner in ("embed_tokens", "lm_head"):
-            value = mx.random.normal((tokens, size[1]), key=one)
-            if tied or owner == "lm_head":
-                value = value * _head_scales(value.shape, spoken, quiet=QUIET if tied else 0.0)
-            value = mx.concatenate([value, mx.zeros((size[0] - tokens, size[1]))])
-        else:
-            value = mx.random.normal(size, key=one) * (GAINS.get(owner, 1.3) / math.sqrt(size[1]))
-        found[f"{name}.weight"] = value.astype(mx.bfloat16)
-        mx.eval(found)
-    return found
+    owner = name.split(".")[-2]
+    if len(size) == 1:
+        mean = 1.3 if owner in ("q_norm", "k_norm") else 1.0
+        value = mean + 0.1 * mx.random.normal(size, key=key)
+    elif owner in ("embed_tokens", "lm_head"):
+        value = mx.random.normal((tokens, size[1]), key=key)
+        if tied or owner == "lm_head":
+            value = value * _head_scales(value.shape, spoken, quiet=QUIET if tied else 0.0)
+        value = mx.concatenate([value, mx.zeros((size[0] - tokens, size[1]))])
+    else:
+        value = mx.random.normal(size, key=key) * (GAINS.get(owner, 1.3) / math.sqrt(size[1]))
+    return value.astype(mx.bfloat16)
 
 
 def _head_scales(size: tuple[int, ...], spoken: list[int], *, quiet: float) -> mx.array:
@@ -169,20 +134,3 @@ def _head_scales(size: tuple[int, ...], spoken: list[int], *, quiet: float) -> m
     factors = mx.full((size[0], 1), quiet)
     factors[mx.array(spoken)] = 1.0
     return factors * (LOGIT_SPREAD / math.sqrt(size[1]))
-
-
-def _quantised(arrays: Mapping[str, mx.array]) -> dict[str, mx.array]:
-    found: dict[str, mx.array] = {}
-    for name, array in arrays.items():
-        if array.ndim == 1:
-            found[name] = array
-            continue
-        packed, scales, biases = mx.quantize(array, group_size=GROUP_SIZE, bits=BITS)
-        owner = name.removesuffix(".weight")
-        found |= {name: packed, f"{owner}.scales": scales, f"{owner}.biases": biases}
-    mx.eval(found)
-    return found
-
-
-def _write(file: Path, value: Mapping[str, Any]) -> None:
-    file.write_text(json.dumps(value, indent=1), encoding="utf-8")

@@ -9,9 +9,10 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm import generate, load
+from mlx_lm.models.qwen3 import Model, ModelArgs
 
 from mlxcache.bench.context import SIZES, Weights
-from mlxcache.bench.random_model import make_random
+from mlxcache.bench.random_model import config_of, make_random
 from mlxcache.model.load import ModelSpec
 from mlxcache.model.load import load as load_here
 
@@ -49,12 +50,10 @@ def test_a_reply_depends_on_the_whole_prompt(tmp_path: Path) -> None:
 
 def test_sizes_are_those_of_the_real_models() -> None:
     """Parameters in billions, as their model cards count them."""
-    from mlxcache.bench.random_model import _parts
-
     counted = {}
     for name, shape in SIZES.items():
-        sizes = [size for part in _parts(shape) for size in part.values()]
-        counted[name] = sum(size[0] * (size[1] if len(size) > 1 else 1) for size in sizes) / 1e9
+        model = Model(ModelArgs.from_dict(config_of(shape, eos=0)))
+        counted[name] = sum(one.size for _, one in tree_flatten(model.parameters())) / 1e9
     assert counted["0.6b"] == pytest.approx(0.596, abs=0.005)
     assert counted["1.7b"] == pytest.approx(1.72, abs=0.01)
     assert counted["4b"] == pytest.approx(4.02, abs=0.02)
