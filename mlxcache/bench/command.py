@@ -28,6 +28,7 @@ from mlxcache.bench.turns import PARTING, SCENARIOS, Filler, Visit
 from mlxcache.config import parse_size
 from mlxcache.config.models import DEMO_ID
 from mlxcache.errors import MlxcacheError
+from mlxcache.flags import option, switch
 
 if TYPE_CHECKING:
     from mlxcache.bench.replay import Replay
@@ -56,32 +57,29 @@ NAMES = (*DEFAULT, *PARTING)
 
 Model = Annotated[
     str | None,
-    typer.Option(metavar="PATH|HUB_ID", help="Model to measure. Default: the built-in demo."),
+    option("PATH|HUB_ID", "Model to measure. Default: the built-in demo."),
 ]
 PromptTokens = Annotated[
     int,
-    typer.Option(
-        "--tokens", metavar="N", min=512, help="Prompt tokens of a conversation's first turn."
-    ),
+    option("N", "Prompt tokens of a conversation's first turn.", "--tokens", min=512),
 ]
-Runs = Annotated[int, typer.Option(metavar="N", min=1, help="Repetitions; medians are shown.")]
+Runs = Annotated[int, option("N", "Repetitions; medians are shown.", min=1)]
 ReplyTokens = Annotated[
     int,
-    typer.Option("--reply", metavar="N", min=2, max=1024, help="Tokens generated per reply."),
+    option("N", "Tokens generated per reply.", "--reply", min=2, max=1024),
 ]
 Against = Annotated[
     list[str] | None,
-    typer.Option(
-        metavar="NAME=COMMAND",
-        help="Another OpenAI-compatible server; its command contains {model} and {port}. "
-        "Repeatable.",
+    option(
+        "NAME=COMMAND",
+        "Another OpenAI-compatible server; its command contains {model} and {port}. Repeatable.",
     ),
 ]
 Only = Annotated[
     list[str] | None,
-    typer.Option(
-        metavar="NAME",
-        help="A set, or one of its measurements. Repeatable; default: speed and restart. "
+    option(
+        "NAME",
+        "A set, or one of its measurements. Repeatable; default: speed and restart. "
         "Times are for the default settings on a Linux machine with 2 CPU cores.\n\n"
         + "\n\n".join(
             f"{name}, about {one.minutes} minutes: {one.title} ({', '.join(one.names)})."
@@ -91,47 +89,39 @@ Only = Annotated[
 ]
 Keep = Annotated[
     bool,
-    typer.Option(
+    switch(
+        "Continue the same conversations in each repetition instead of beginning new ones.",
         "--keep",
-        help="Continue the same conversations in each repetition instead of beginning new ones.",
     ),
 ]
 MlxLm = Annotated[bool, typer.Option(help="Measure mlx_lm.server too.")]
-Wait = Annotated[float, typer.Option(metavar="SECONDS", help="Time that a server has to start.")]
-JsonFile = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE", help="Also write all figures to FILE.")
-]
+Wait = Annotated[float, option("SECONDS", "Time that a server has to start.")]
+JsonFile = Annotated[Path | None, option("FILE", "Also write all figures to FILE.", "--json")]
 TraceFile = Annotated[
     Path | None,
-    typer.Option(
-        "--trace",
-        metavar="FILE",
-        help="Play this trace to all servers, one after another, in place of the measurements: "
+    option(
+        "FILE",
+        "Play this trace to all servers, one after another, in place of the measurements: "
         "a file that `mlxcache plan` takes.",
+        "--trace",
     ),
 ]
 TraceScale = Annotated[
     float,
-    typer.Option(metavar="SHARE", min=1e-4, max=1.0, help="Multiply the trace's lengths by this."),
+    option("SHARE", "Multiply the trace's lengths by this.", min=1e-4, max=1.0),
 ]
-TraceRequests = Annotated[
-    int | None, typer.Option(metavar="N", min=1, help="Play the trace's first N requests only.")
-]
-TraceUsers = Annotated[
-    int, typer.Option(metavar="N", min=1, help="Sessions of the trace that are open at once.")
-]
+TraceRequests = Annotated[int | None, option("N", "Play the trace's first N requests only.", min=1)]
+TraceUsers = Annotated[int, option("N", "Sessions of the trace that are open at once.", min=1)]
 TraceRam = Annotated[
     str,
-    typer.Option(
-        metavar="SIZE",
-        help="RAM of each server for the trace: --ram here, --prompt-cache-bytes of "
+    option(
+        "SIZE",
+        "RAM of each server for the trace: --ram here, --prompt-cache-bytes of "
         "mlx_lm.server, {ram_mb} in commands of --against.",
     ),
 ]
-TraceDisk = Annotated[
-    str, typer.Option(metavar="SIZE", help="--disk of this server for the trace.")
-]
-Strict = Annotated[bool, typer.Option("--assert", help="Exit with 1 if a bound does not hold.")]
+TraceDisk = Annotated[str, option("SIZE", "--disk of this server for the trace.")]
+Strict = Annotated[bool, switch("Exit with 1 if a bound does not hold.", "--assert")]
 
 
 def bench(

@@ -47,6 +47,7 @@ from mlxcache.bench.machine import describe_machine, device_info, private_string
 from mlxcache.bench.process import tail
 from mlxcache.bench.report import wide_console
 from mlxcache.errors import MlxcacheError, ModelError
+from mlxcache.flags import option, switch
 from mlxcache.model.folder import checked_config
 from mlxcache.typed import convert
 
@@ -339,60 +340,51 @@ DEFAULT_SIZE, QUICK_SIZE = "0.6b", "tiny"
 
 Model = Annotated[
     str | None,
-    typer.Option(
-        metavar="PATH|HUB_ID",
-        help="Model to measure. Default: a generated one with random weights.",
-    ),
+    option("PATH|HUB_ID", "Model to measure. Default: a generated one with random weights."),
 ]
 Size = Annotated[
     str | None,
-    typer.Option(
-        metavar="SIZE",
-        help=f"Shape of the generated model: {', '.join(SIZES)}. "
+    option(
+        "SIZE",
+        f"Shape of the generated model: {', '.join(SIZES)}. "
         f"Default: {DEFAULT_SIZE}, with --quick {QUICK_SIZE}.",
     ),
 ]
 WeightsOption = Annotated[
     str | None,
-    typer.Option(
+    option(
+        "|".join(WEIGHTS),
+        "Weights of the generated model. Default: one model of each.",
         "--weights",
-        metavar="|".join(WEIGHTS),
-        help="Weights of the generated model. Default: one model of each.",
     ),
 ]
 Only = Annotated[
     list[str] | None,
-    typer.Option(
-        metavar="NAME",
-        help=f"One of {', '.join(SCENARIOS)}. Repeatable; default: all but {', '.join(IF_NAMED)}.",
+    option(
+        "NAME",
+        f"One of {', '.join(SCENARIOS)}. Repeatable; default: all but {', '.join(IF_NAMED)}.",
     ),
 ]
 Quick = Annotated[
     bool,
-    typer.Option(
-        "--quick", help="Use short prompts and replies, for which bounds are not checked."
-    ),
+    switch("Use short prompts and replies, for which bounds are not checked.", "--quick"),
 ]
 Minutes = Annotated[
     float,
-    typer.Option(
-        metavar="N",
-        min=0.1,
-        help="Time limit of the whole run, including making or loading models.",
-    ),
+    option("N", "Time limit of the whole run, including making or loading models.", min=0.1),
 ]
 Out = Annotated[
     Path | None,
-    typer.Option(
-        "--out",
-        metavar="FILE",
-        help="The report; its figures are in a .json file of the same name. Both are overwritten. "
+    option(
+        "FILE",
+        "The report; its figures are in a .json file of the same name. Both are overwritten. "
         "Default: mlxcache-proof-DATE-TIME.md.",
+        "--out",
     ),
 ]
 Strict = Annotated[
     bool,
-    typer.Option("--assert", help="Also exit with 1 if a bound failed or none was checked."),
+    switch("Also exit with 1 if a bound failed or none was checked.", "--assert"),
 ]
 
 

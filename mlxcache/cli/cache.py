@@ -12,7 +12,7 @@ import typer
 
 from mlxcache.cli import show
 from mlxcache.cli.figures import print_figures
-from mlxcache.cli.help import App, argument, option, switch
+from mlxcache.cli.help import App
 from mlxcache.cli.options import TARGET, Where, find_server, located, positive_size, read_input
 from mlxcache.cli.output import Yes, confirm, console, count_bar, require_terminal_or_yes
 from mlxcache.cli.show import Result, format_count, format_duration
@@ -20,6 +20,7 @@ from mlxcache.config import Settings, format_size, load_settings
 from mlxcache.config.keys import read_remote_key
 from mlxcache.config.values import read_duration
 from mlxcache.errors import ConfigError
+from mlxcache.flags import argument, option, switch
 
 app = App(
     name="cache",

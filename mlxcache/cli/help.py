@@ -64,19 +64,6 @@ def _run(invoke: Callable[[Any], Any], ctx: Any) -> None:
             raise
 
 
-def option(metavar: str, help: str, *flags: str, **more: Any) -> Any:
-    return typer.Option(*flags, metavar=metavar, help=help, **more)
-
-
-def argument(metavar: str, help: str, **more: Any) -> Any:
-    return typer.Argument(metavar=metavar, help=help, **more)
-
-
-def switch(help: str, *flags: str) -> Any:
-    """Describe a flag without a value; unless `flags` are named, it would have a --no- form too."""
-    return typer.Option(*flags, metavar="", help=help)
-
-
 def _prepared(parameters: list[Any]) -> list[Any]:
     for one in parameters:
         if getattr(one, "_runtime_param", ...) is None:

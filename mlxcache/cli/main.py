@@ -21,6 +21,7 @@ from typer.main import get_command
 
 from mlxcache import __version__
 from mlxcache.cli.help import App, Group
+from mlxcache.flags import switch
 
 
 class Lazy(NamedTuple):
@@ -174,9 +175,7 @@ for _name, _lazy in COMMANDS.items():
 @app.callback()
 def options(
     *,
-    show_version: Annotated[
-        bool, typer.Option("--version", metavar="", help="Print the version and exit.")
-    ] = False,
+    show_version: Annotated[bool, switch("Print the version and exit.", "--version")] = False,
 ) -> None:
     """A model server for coding agents on MLX: every turn after the first starts warm."""
     if show_version:
@@ -204,9 +203,7 @@ def warn_of_unknown_variables() -> None:
 @app.command()
 def version(
     *,
-    as_json: Annotated[
-        bool, typer.Option("--json", metavar="", help="Print JSON, for programs.")
-    ] = False,
+    as_json: Annotated[bool, switch("Print JSON, for programs.", "--json")] = False,
 ) -> None:
     """Print the version."""
     print(json.dumps({"version": __version__}, indent=2) if as_json else f"mlxcache {__version__}")

@@ -14,7 +14,7 @@ import typer
 
 from mlxcache.cli import show
 from mlxcache.cli.connect import own_command
-from mlxcache.cli.help import App, argument, option
+from mlxcache.cli.help import App
 from mlxcache.cli.options import (
     CacheDir,
     Json,
@@ -37,6 +37,7 @@ from mlxcache.cli.show import Column, Result
 from mlxcache.config import Settings, format_size, load_settings
 from mlxcache.config.models import model_id
 from mlxcache.errors import ConfigError, MlxcacheError
+from mlxcache.flags import argument, option
 from mlxcache.store.lock import NAME, Serving, servers
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from mlxcache.cli.help import switch
 from mlxcache.config import format_size
 from mlxcache.errors import ConfigError, MlxcacheError
+from mlxcache.flags import switch
 
 if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn

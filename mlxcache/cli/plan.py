@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 from mlxcache.cli.connect import own_command
-from mlxcache.cli.help import option
 from mlxcache.cli.options import (
     ApiKey,
     Config,
@@ -35,6 +34,7 @@ from mlxcache.cli.show import (
 )
 from mlxcache.config import Settings, disk_limit, format_size, load_settings, ram_limit
 from mlxcache.errors import ConfigError, MlxcacheError
+from mlxcache.flags import option
 from mlxcache.private import create
 
 if TYPE_CHECKING:

@@ -16,11 +16,11 @@ from rich.table import Table
 from rich.text import Text
 
 from mlxcache.cli import show
-from mlxcache.cli.help import option, switch
 from mlxcache.cli.options import ApiKey, CacheDir, Json, Url, find_server
 from mlxcache.cli.output import visible
 from mlxcache.config import format_size
 from mlxcache.errors import MlxcacheError
+from mlxcache.flags import option, switch
 
 if TYPE_CHECKING:
     from mlxcache.cli.remote import Remote

@@ -14,12 +14,12 @@ from rich.text import Text
 
 from mlxcache.cli.connect import base_url
 from mlxcache.cli.doctor import Finding, clients, disk, machine, network, worst
-from mlxcache.cli.help import option, switch
 from mlxcache.cli.options import CacheDir, Config, Flags, Json, with_settings
 from mlxcache.cli.output import byte_bar, count_bar, narrow_console
 from mlxcache.cli.show import Result
 from mlxcache.config import Settings, format_size, load_settings
 from mlxcache.errors import ConfigError
+from mlxcache.flags import option, switch
 
 if TYPE_CHECKING:
     from mlxcache.cli.doctor.models import Checked

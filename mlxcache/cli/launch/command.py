@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from mlxcache.cli.connect import anyclaude_line, claude_code_line, launch_command, own_command
-from mlxcache.cli.help import App, Command, argument, option, switch
+from mlxcache.cli.help import App, Command
 from mlxcache.cli.launch.clients import CLIENTS, ClientName
 from mlxcache.cli.options import (
     Config,
@@ -26,6 +26,7 @@ from mlxcache.cli.options import (
 from mlxcache.cli.show import Result
 from mlxcache.config.folder import default_cache_dir
 from mlxcache.errors import ConfigError
+from mlxcache.flags import argument, option, switch
 
 Client = Annotated[
     ClientName | None,
