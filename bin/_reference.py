@@ -274,6 +274,8 @@ def _below(struct: Struct, seen: set[Struct]) -> list[Struct]:
 
 def _structs(type_: Any) -> Iterator[type[msgspec.Struct]]:
     match type_:
+        case types.Metadata():
+            yield from _structs(type_.type)
         case types.StructType():
             yield type_.cls
         case types.ListType():
@@ -289,6 +291,8 @@ def _type(type_: Any) -> str:
     """Describe a field's type in words, such as "list of text"."""
     words = {"BoolType": "boolean", "AnyType": "any", "DictType": "object"}
     match type_:
+        case types.Metadata():
+            return _type(type_.type)
         case types.UnionType():
             kinds = [one for one in type_.types if not isinstance(one, types.NoneType)]
             found = " or ".join(map(_type, kinds))

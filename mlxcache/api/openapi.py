@@ -141,7 +141,9 @@ def _mark_unsupported(schema: Schema, own: Mapping[str, Any]) -> None:
     for name in openai.UnsupportedFields.__struct_fields__:
         if name in own:
             continue
-        properties[name] = properties.pop(name) | {UNSUPPORTED: True, "description": _REFUSED}
+        values = list(openai.harmless(name))
+        del properties[name]
+        properties[name] = {"enum": values, UNSUPPORTED: True, "description": _REFUSED}
 
 
 # -- the document ----------------------------------------------------------------------------

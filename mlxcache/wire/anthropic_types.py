@@ -12,9 +12,11 @@ from msgspec import Meta, Struct
 
 from mlxcache.errors import BadRequest
 from mlxcache.wire.decode import convert, unsupported
-from mlxcache.wire.openai_types import Name, Switch
+from mlxcache.wire.openai_types import Falsy, Name, Switch, checked, given
 
-RawBlock = dict[str, Any]
+RawBlock = Annotated[
+    dict[str, Any], checked(properties={"type": {"type": "string"}}, required=["type"])
+]
 Content = str | list[RawBlock]
 
 
@@ -162,11 +164,16 @@ class Message(Struct):
 
 class Tool(Struct):
     name: str = ""
-    type: str | None = None
+    type: Annotated[str, checked(pattern="^(custom|(bash|text_editor|memory)_[^_]*)$")] | None = (
+        None
+    )
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     input_examples: list[dict[str, Any]] | None = None
-    allowed_callers: list[str] | None = None
+    allowed_callers: (
+        Annotated[list[str], checked(anyOf=[{"maxItems": 0}, {"contains": {"const": "direct"}}])]
+        | None
+    ) = None
     max_characters: int | None = None
     defer_loading: bool | None = None
     strict: Switch | None = None
@@ -193,13 +200,13 @@ class Format(Struct):
 class OutputConfig(Struct):
     format: Format | None = None
     effort: Effort | None = None
-    task_budget: Any = None
+    task_budget: Falsy = None
 
 
 class Edit(Struct):
     """Entry of `context_management.edits`: a way to shorten a long conversation."""
 
-    type: str
+    type: Annotated[str, checked(enum=["clear_thinking_20251015", "clear_tool_uses_20250919"])]
 
 
 class ContextManagement(Struct):
@@ -213,18 +220,29 @@ class Conversation(Struct, kw_only=True):
     """
 
     model: str
-    messages: Annotated[list[Message], Meta(min_length=1)]
+    messages: Annotated[
+        list[
+            Annotated[
+                Message,
+                checked(anyOf=[{"properties": {"role": {"const": "system"}}}, given("content")]),
+            ]
+        ],
+        Meta(min_length=1),
+    ]
     system: Content | None = None
-    tools: list[Tool] | None = None
+    tools: (
+        list[Annotated[Tool, checked(properties={"name": {"minLength": 1}}, required=["name"])]]
+        | None
+    ) = None
     tool_choice: ToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
     output_format: Format | None = None
-    mcp_servers: list[Any] | None = None
-    container: Any = None
+    mcp_servers: Annotated[list[Any], checked(maxItems=0)] | None = None
+    container: Falsy = None
     context_management: ContextManagement | None = None
-    compaction: Any = None
-    thread: Any = None
+    compaction: Falsy = None
+    thread: Falsy = None
     cache_control: Any = None
     metadata: dict[str, Any] | None = None
     stop_sequences: (

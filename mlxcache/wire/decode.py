@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 import msgspec
@@ -82,7 +82,7 @@ def _describe_wrong(body: bytes, error: Exception) -> str:
 
 def _values(type: type[Any], path: str) -> list[bool | str | int | None]:
     """Return the literal values allowed for the field of `type` at `path`; empty if it has none."""
-    found = _options([inspect.type_info(type)])
+    found = list(_options([inspect.type_info(type)]))
     for name, item in re.findall(r"([^.\[\]]+)|(\[[^\]]*\])", path):
         below: list[inspect.Type] = []
         for one in found:
@@ -92,17 +92,20 @@ def _values(type: type[Any], path: str) -> list[bool | str | int | None]:
                 below.append(one.item_type)
             elif item and isinstance(one, inspect.DictType):
                 below.append(one.value_type)
-        found = _options(below)
+        found = list(_options(below))
     literals = [one for one in found if isinstance(one, inspect.LiteralType)]
     return [value for one in literals for value in one.values]
 
 
-def _options(types: Iterable[inspect.Type]) -> list[inspect.Type]:
-    return [
-        member
-        for one in types
-        for member in (one.types if isinstance(one, inspect.UnionType) else (one,))
-    ]
+def _options(types: Iterable[inspect.Type]) -> Iterator[inspect.Type]:
+    for one in types:
+        match one:
+            case inspect.UnionType():
+                yield from _options(one.types)
+            case inspect.Metadata():
+                yield from _options([one.type])
+            case _:
+                yield one
 
 
 def _is_deep(value: object) -> bool:

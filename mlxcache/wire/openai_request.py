@@ -36,21 +36,6 @@ _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 _IMAGE_PARTS = frozenset({"image_url", "input_image", "image"})
 _WITH_IMAGES = frozenset({"user", "tool", "function"})
 """Roles of messages that may have images."""
-_HARMLESS: tuple[Any, ...] = (None, False, 0, "", "none", "auto", [], {})
-"""Values with which an unsupported field has no effect."""
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "add_special_tokens": (None, True),
-    "include_reasoning": (None, True),
-    "length_penalty": (None, 1),
-    "reasoning_format": (None, "auto", "deepseek"),
-    "separate_reasoning": (None, True),
-    "skip_special_tokens": (None, True),
-    "tfs_z": (None, 1),
-    "think": (None,),
-    "top_n_sigma": (None, 0, -1),
-    "typical_p": (None, 1),
-}
-"""The same for fields with other such values."""
 _INSTEAD = {
     "format": ": use `response_format`",
     "functions": ": use `tools`",
@@ -109,7 +94,7 @@ def check_generation(body: types.Generation) -> None:
     echoes = isinstance(body, types.TextRequest)
     for name in types.UnsupportedFields.__struct_fields__:
         value = None if echoes and name == "echo" else getattr(body, name)
-        if value not in _NEUTRAL.get(name, _HARMLESS):
+        if value not in types.harmless(name):
             instead = _INSTEAD.get(name, "")
             raise Unsupported(f"`{name}` is not supported{instead}.", param=name)
 

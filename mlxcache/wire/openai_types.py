@@ -14,14 +14,27 @@ and the older `guided_...`, `min_tokens`, `stop_token_ids`, `allowed_token_ids` 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
+
+def checked(**schema: Any) -> Meta:
+    """Return the JSON schema of what the conversion of a field checks, for the OpenAPI document."""
+    return Meta(extra_json_schema=schema)
+
+
 Unit = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Limit = Annotated[int, checked(minimum=-1, **{"not": {"const": 0}})]
+"""Maximum tokens of a reply; -1 for no limit."""
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Name = Annotated[str, Meta(min_length=1)]
+Stop = Annotated[str, checked(minLength=1)]
+Strings = Annotated[list[str], checked(minItems=1)]
+Falsy = Annotated[Any, checked(enum=[None, False, 0, "", [], {}])]
+"""A field that is not supported, with the values that have no effect."""
 Switch = bool | Literal["true", "false"]
 """A boolean, which some clients send as text."""
 
@@ -84,12 +97,24 @@ class Tool(Struct):
     function: Function | None = None
 
 
+FunctionTool = Annotated[
+    Tool,
+    checked(
+        properties={"type": {"const": "function"}, "function": {"type": "object"}},
+        required=["function"],
+    ),
+]
+
+
 class StreamOptions(Struct):
     include_usage: bool | None = None
 
 
 class NamedFunction(Struct):
     name: Name
+
+
+Choice = Annotated[str, checked(enum=["auto", "none", "required", "any"])]
 
 
 class AllowedTool(Struct):
@@ -108,7 +133,9 @@ class AllowedTools(Struct):
 class ToolChoice(Struct):
     """The object form of `tool_choice`: one named tool, or several in `allowed_tools`."""
 
-    type: str
+    type: Annotated[
+        str, checked(enum=["auto", "none", "required", "any", "function", "allowed_tools"])
+    ]
     function: NamedFunction | None = None
     name: str | None = None
     allowed_tools: AllowedTools | None = None
@@ -126,9 +153,14 @@ class JsonSchema(Struct):
 class Format(Struct):
     """The format of a reply. `schema` beside `json_object` is an extension of local servers."""
 
-    type: str
+    type: Annotated[str, checked(enum=["text", "json_object", "json_schema"])]
     json_schema: JsonSchema | None = None
     schema: dict[str, Any] | None = None
+
+
+def given(name: str) -> dict[str, Any]:
+    """Return the schema of an object in which the field `name` is neither missing nor null."""
+    return {"required": [name], "properties": {name: {"not": {"type": "null"}}}}
 
 
 class StructuredOutputs(Struct):
@@ -140,13 +172,13 @@ class StructuredOutputs(Struct):
 
     json: str | dict[str, Any] | None = None
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Strings | None = None
     grammar: str | None = None
     json_object: bool | None = None
-    structural_tag: Any = None
-    whitespace_pattern: Any = None
-    disable_any_whitespace: Any = None
-    disable_additional_properties: Any = None
+    structural_tag: Falsy = None
+    whitespace_pattern: Falsy = None
+    disable_any_whitespace: Falsy = None
+    disable_additional_properties: Falsy = None
 
 
 class Thinking(Struct):
@@ -219,15 +251,35 @@ class UnsupportedFields(Struct, kw_only=True):
     web_search_options: Any = None
 
 
+_HARMLESS: tuple[Any, ...] = (None, False, 0, "", "none", "auto", [], {})
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "add_special_tokens": (None, True),
+    "include_reasoning": (None, True),
+    "length_penalty": (None, 1),
+    "reasoning_format": (None, "auto", "deepseek"),
+    "separate_reasoning": (None, True),
+    "skip_special_tokens": (None, True),
+    "tfs_z": (None, 1),
+    "think": (None,),
+    "top_n_sigma": (None, 0, -1),
+    "typical_p": (None, 1),
+}
+
+
+def harmless(name: str) -> tuple[Any, ...]:
+    """Return the values with which a field of `UnsupportedFields` has no effect."""
+    return _NEUTRAL.get(name, _HARMLESS)
+
+
 class Generation(UnsupportedFields, kw_only=True):
     """Fields of requests to all OpenAI endpoints: sampling, limits, formats and streaming."""
 
     model: str | None = None
-    max_tokens: int | None = None
-    n_predict: int | None = None
+    max_tokens: Limit | None = None
+    n_predict: Limit | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     min_new_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
-    stop: str | list[str] | None = None
+    stop: Stop | Annotated[list[Stop], checked(maxItems=16)] | None = None
     stop_token_ids: list[TokenId] | None = None
     include_stop_str_in_output: bool | None = None
     no_stop_trim: bool | None = None
@@ -246,9 +298,15 @@ class Generation(UnsupportedFields, kw_only=True):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     allowed_token_ids: list[TokenId] | None = None
-    logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    logit_bias: (
+        Annotated[
+            dict[str, Annotated[float, Meta(ge=-100, le=100)]],
+            checked(propertyNames={"pattern": "^[0-9]{1,10}$"}),
+        ]
+        | None
+    ) = None
     seed: int | None = None
-    n: int | None = None
+    n: Annotated[int, checked(minimum=1, maximum=16)] | None = None
     best_of: int | None = None
     prompt_cache_key: str | None = None
     speculate: bool | None = None
@@ -257,7 +315,7 @@ class Generation(UnsupportedFields, kw_only=True):
     structured_outputs: StructuredOutputs | None = None
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Strings | None = None
     guided_grammar: str | None = None
     regex: str | None = None
     ebnf: str | None = None
@@ -265,13 +323,24 @@ class Generation(UnsupportedFields, kw_only=True):
     grammar: str | None = None
 
 
+Turn = Annotated[
+    Message,
+    checked(
+        anyOf=[
+            {"properties": {"role": {"enum": ["assistant", "tool", "function"]}}},
+            given("content"),
+        ]
+    ),
+]
+
+
 class ChatRequest(Generation, kw_only=True):
     """The body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Meta(min_length=1)]
-    max_completion_tokens: int | None = None
-    tools: list[Tool] | None = None
-    tool_choice: str | ToolChoice | None = None
+    messages: Annotated[list[Turn], Meta(min_length=1)]
+    max_completion_tokens: Limit | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: Choice | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
@@ -284,12 +353,22 @@ class ChatRequest(Generation, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
-    modalities: list[str] | None = None
+    modalities: list[Annotated[str, checked(const="text")]] | None = None
+
+
+_IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
+_FILLED = {"type": "string", "minLength": 1}
+_PROMPTS = [
+    _FILLED,
+    _IDS,
+    {"type": "array", "minItems": 1, "items": _FILLED},
+    {"type": "array", "minItems": 1, "items": _IDS},
+]
 
 
 class TextRequest(Generation, kw_only=True):
     """The body of POST /v1/completions. `prompt` is a text, token ids, or a list of either."""
 
-    prompt: str | list[str | int | list[int]]
+    prompt: Annotated[str | list[str | int | list[int]], checked(allOf=[{"anyOf": _PROMPTS}])]
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None

@@ -287,11 +287,6 @@ def _text(part: types.Part, where: str) -> str:
 INPUT = "input"
 """Name of the only argument of a custom tool's function."""
 
-LEFT_OUT = frozenset({"web_search", "web_search_preview", "image_generation"})
-"""Types of tools that only OpenAI's servers run, but that Codex sends by default.
-
-They are left out of the prompt and named in the reply's metadata. Other such tools are refused."""
-
 LOCAL_SHELL = "local_shell"
 
 
@@ -319,7 +314,7 @@ class Toolbox:
         self._entries: dict[str, Entry] = {}
         self._rendered: dict[tuple[str, str | None], str] = {}
         for at, tool, namespace in _flatten(tools):
-            if tool.type in LEFT_OUT:
+            if tool.type in types.LEFT_OUT:
                 self.left_out.append(tool.type)
             else:
                 self._add(tool, namespace, at)
@@ -386,13 +381,13 @@ class Toolbox:
                 names = [
                     self._known(tool.name, tool.namespace, f"tool_choice.tools[{i}]")
                     for i, tool in enumerate(asked.tools)
-                    if tool.type not in LEFT_OUT
+                    if tool.type not in types.LEFT_OUT
                 ]
                 return ToolChoice(asked.mode == "required", tuple(dict.fromkeys(names)))
             case "allowed_tools":
                 message = "`tool_choice` of type 'allowed_tools' needs `tools`."
                 raise BadRequest(message, param="tool_choice.tools")
-        if asked.type in LEFT_OUT or asked.type in ("file_search", "code_interpreter", "mcp"):
+        if asked.type in types.LEFT_OUT or asked.type in ("file_search", "code_interpreter", "mcp"):
             message = f"`tool_choice` {asked.type!r}: this tool runs on OpenAI's servers only."
             raise Unsupported(message, param="tool_choice")
         raise BadRequest(

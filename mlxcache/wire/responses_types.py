@@ -13,9 +13,9 @@ from msgspec import Meta, Struct
 
 from mlxcache.errors import BadRequest, Unsupported
 from mlxcache.wire.decode import convert
-from mlxcache.wire.openai_types import Effort, Generation, Name, Switch
+from mlxcache.wire.openai_types import Effort, Generation, Limit, Name, Switch, checked
 
-RawItem = dict[str, Any]
+RawItem = Annotated[dict[str, Any], checked(minProperties=1)]
 """An input item as it was sent. It is stored in this form."""
 
 
@@ -118,6 +118,11 @@ def read_item(raw: RawItem, where: str) -> Item | None:
 
 # -- tools and output ------------------------------------------------------------------------
 
+LEFT_OUT = frozenset({"web_search", "web_search_preview", "image_generation"})
+"""Types of tools that only OpenAI's servers run, but that Codex sends by default.
+
+They are left out of the prompt and named in the reply's metadata. Other such tools are refused."""
+
 
 class CustomFormat(Struct):
     """The text that a custom tool accepts: free text, or text that follows a grammar."""
@@ -133,7 +138,7 @@ class Tool(Struct):
     `format` is for custom tools.
     """
 
-    type: str
+    type: Annotated[str, checked(enum=["function", "custom", "namespace", *sorted(LEFT_OUT)])]
     name: str | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -154,7 +159,9 @@ class ToolChoice(Struct):
     `namespace` is the name of the group that has the tool `name`, if it is in one.
     """
 
-    type: str
+    type: Annotated[
+        str, checked(enum=["auto", "none", "required", "function", "custom", "allowed_tools"])
+    ]
     name: str | None = None
     namespace: str | None = None
     mode: Literal["auto", "required"] | None = None
@@ -164,10 +171,10 @@ class ToolChoice(Struct):
 class TextFormat(Struct):
     """The format of the visible text.
 
-    `type`: "text", "json_object" or "json_schema". The other fields belong to a JSON schema.
+    The fields besides `type` belong to a JSON schema.
     """
 
-    type: str
+    type: Annotated[str, checked(enum=["text", "json_object", "json_schema"])]
     schema: dict[str, Any] | None = None
     name: str | None = None
     strict: Switch | None = None
@@ -188,6 +195,9 @@ class ReasoningConfig(Struct):
     max_tokens: Annotated[int, Meta(ge=0)] | None = None
 
 
+Empty = Annotated[Any, checked(enum=[None, [], {}])]
+
+
 class ResponsesRequest(Generation, kw_only=True):
     """The body of POST /v1/responses. `input` is a text or a list of items.
 
@@ -200,9 +210,13 @@ class ResponsesRequest(Generation, kw_only=True):
     previous_response_id: str | None = None
     store: bool | None = None
     tools: list[Tool] | None = None
-    tool_choice: str | ToolChoice | None = None
+    tool_choice: Annotated[str, checked(enum=["auto", "none", "required"])] | ToolChoice | None = (
+        None
+    )
     parallel_tool_calls: bool | None = None
-    max_output_tokens: int | None = None
+    n: Annotated[int, checked(const=1)] | None = None
+    best_of: Annotated[int, checked(const=1)] | None = None
+    max_output_tokens: Limit | None = None
     max_tool_calls: Annotated[int, Meta(ge=1)] | None = None
     reasoning: ReasoningConfig | None = None
     text: TextConfig | None = None
@@ -210,10 +224,10 @@ class ResponsesRequest(Generation, kw_only=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     truncation: Literal["auto", "disabled"] | None = None
     metadata: dict[str, str] | None = None
-    background: bool | None = None
-    conversation: Any = None
-    prompt: Any = None
-    context_management: Any = None
+    background: Annotated[bool, checked(const=False)] | None = None
+    conversation: Empty = None
+    prompt: Empty = None
+    context_management: Empty = None
     user: str | None = None
     safety_identifier: str | None = None
     service_tier: str | None = None

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import re
 import time
+from itertools import product
 from typing import Any
 
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis.checks import not_a_server_error
+from schemathesis.generation import GenerationMode
 from schemathesis.specs.openapi.checks import (
+    allow_header_conformance,
     content_type_conformance,
+    negative_data_rejection,
+    positive_data_acceptance,
+    response_headers_conformance,
     response_schema_conformance,
     status_code_conformance,
+    unsupported_method,
 )
 
 from tests.forked import served
@@ -25,11 +33,33 @@ ENDLESS = ("/v1/live", "/v1/trace")
 """Streams without an end, which a client of whole responses cannot read."""
 
 LONGEST_S = 30.0
+
+UNSAID = re.compile(
+    r"got `float`|is empty|nothing to warm|no messages|needs |is required|has no format|one format"
+    r"|not a token id|invalid grammar|not a JSON object|must equal|not a complete|no reply"
+    r"|of type '.*' (is|are) not|a block of this type|names '|two tools are|Expected .* `input\["
+)
+"""Refusals of bodies that no schema tells from good ones: 1.0 as a whole number, a wrong grammar,
+fields that contradict each other, content that another message may have."""
+
+
+def positive_data(context: Any, response: Any, case: Any) -> bool | None:
+    """Check that what the schema allows is accepted, unless it is `UNSAID`."""
+    if response.status_code == 400 and UNSAID.search(response.json()["error"]["message"]):
+        return None
+    return positive_data_acceptance(context, response, case)
+
+
 CHECKS = [
     not_a_server_error,
     status_code_conformance,
     content_type_conformance,
     response_schema_conformance,
+    response_headers_conformance,
+    positive_data,
+    negative_data_rejection,
+    unsupported_method,
+    allow_header_conformance,
 ]
 
 
@@ -50,7 +80,10 @@ def attack(url: str, cases: int) -> tuple[int, float]:
         sent += 1
         case.validate_response(response, checks=CHECKS)
 
-    for operation in operations(url):
+    for operation, mode in product(operations(url), GenerationMode):
+        schemas = [one.definition.get("schema") for one in (*operation.body, *operation.query)]
+        if mode.is_negative and not any(schemas):
+            continue  # nothing of it can be wrong
         limits = settings(
             max_examples=cases,
             deadline=None,
@@ -59,7 +92,7 @@ def attack(url: str, cases: int) -> tuple[int, float]:
             phases=[Phase.generate],
             suppress_health_check=list(HealthCheck),
         )
-        limits(given(case=operation.as_strategy())(send))()
+        limits(given(case=operation.as_strategy(generation_mode=mode))(send))()
     return sent, longest
 
 

@@ -103,6 +103,22 @@ def test_another_persons_session_is_404_for_every_verb(both: tuple[Api, Api, str
     assert alice.http.get(f"/v1/sessions/{id}").json() == before
 
 
+def test_another_persons_stored_item_is_as_unknown(both: tuple[Api, Api, str]) -> None:
+    alice, bob, _ = both
+    path, limits = "/v1/responses", {"max_output_tokens": 3}
+    made = alice.post(path, {"input": "Hi", **limits}).json()
+    own = made["id"].removeprefix("resp_")
+    given = alice.http.get(f"{path}/{made['id']}/input_items").json()["first_id"]
+    for id in (given, made["output"][0]["id"]):
+        items = [user("x"), {"type": "item_reference", "id": id}]
+        assert alice.post(path, {"input": items, **limits}).status_code == 200
+        refused = bob.post(path, {"input": items, **limits})
+        items[1]["id"] = id.replace(own, "0" * len(own))
+        unknown = bob.post(path, {"input": items, **limits})
+        assert refused.status_code == unknown.status_code == 400
+        assert refused.text.replace(own, "0" * len(own)) == unknown.text
+
+
 def test_requests_and_why_they_lost_are_each_persons_own(both: tuple[Api, Api, str]) -> None:
     alice, bob, _ = both
     answer = alice.chat([user(TEXT + " more")], tokens=2)
