@@ -46,11 +46,13 @@ def test_figures_are_printed_under_headings(capsys: pytest.CaptureFixture[str]):
     found = printed(FIGURES, capsys)
     assert next(iter(found)) == "In short"
     assert found == {
-        "In short": ["reused 75 (25%)", "RAM 26 MB of 600 MB", "disk 340 KB"],
+        "In short": [
+            *("reused 75 (25%)", "RAM 26 MB of 600 MB", "RAM, reserved 112.5 MB", "disk 340 KB"),
+        ],
         "Tokens since the start": ["prompt 300"],
         "Memory": [
             *("withheld 5 MB", "buffer limit -"),
-            *("in use by requests 170 KB", "reserved 112.5 MB", "memory pressure normal"),
+            *("in use by requests 170 KB", "memory pressure normal"),
         ],
         "Memory budget, by kind": ["pool 37.5 MB", "kv 196.6 KB"],
         "Disk": ["state ok", "pending writes 42 KB"],

@@ -99,8 +99,8 @@ def test_the_parts_of_memory_add_up_to_what_is_charged(api: Api, many: Page) -> 
     def agree() -> bool:
         told = many.text("#budgets .tier .figure")
         charged = sum(api.http.get("/v1/cache").json()["ram"]["kinds"].values())
-        found = re.match(r"([\d.]+) MB of 200 MB", told)
-        return found is not None and abs(float(found[1]) - charged / 1e6) < 1
+        found = re.match(r"([\d.]+) MB used, ([\d.]+) MB reserved, of 200 MB", told)
+        return found is not None and abs(float(found[1]) + float(found[2]) - charged / 1e6) < 1
 
     until(agree, 60, lambda: many.text("#budgets"))
 

@@ -92,7 +92,13 @@ def test_it_shows_what_is(api: Api, opened: Page) -> None:
     for name in ("first", "second"):
         opened.has("#session-rows tr", f"The {name} question.")
         opened.has("#recent-rows tr", f"The {name} question.")
-    opened.has("#budgets", "of 200 MB")
+    opened.has("#budgets", "reserved, of 200 MB")
+    first = opened.texts("#figures dt")[:3]
+    assert first == [
+        "of all prompt tokens came from the cache",
+        "of prefixes in RAM",
+        "of prefixes on disk",
+    ]
     opened.has("#chart", "warm")
     opened.until("document.querySelectorAll('#tree-picture .node').length >= 3")
     opened.has("#tree-picture text", "shared by 2")

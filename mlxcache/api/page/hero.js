@@ -1,7 +1,7 @@
 // One sentence that says whether the agent is warm, and the figures behind it.
 
 import { byId, h, setAttr, setText } from "./dom.js";
-import { count, median, percent, plural, seconds, short } from "./format.js";
+import { bytes, count, median, percent, plural, seconds, short } from "./format.js";
 import { finished, on, parts, running, state, titleOf } from "./state.js";
 
 const LOOKED_AT = 20;
@@ -71,7 +71,7 @@ export function sentence(one) {
 }
 
 function drawFigures() {
-  const tokens = state.cache?.tokens;
+  const { tokens, ram, disk } = state.cache ?? {};
   const done = finished().filter((one) => one.status === "done" && one.api !== "warm");
   const time = (kinds) => median(done.filter((one) => kinds.includes(one.reuse)).map((one) => one.timing.first_token_s));
   const warm = time(["warm", "restored"]);
@@ -79,9 +79,11 @@ function drawFigures() {
   const saved = state.cache?.saved?.seconds;
   const rows = [
     ["of all prompt tokens came from the cache", tokens?.prompt ? percent(tokens.cached, tokens.cached + tokens.fed) : "–"],
+    ["of prefixes in RAM", ram ? bytes(ram.used_bytes) : "–"],
+    ["of prefixes on disk", disk?.limit_bytes ? bytes(disk.used_bytes) : "–"],
+    ["of computing saved since the start", saved ? seconds(saved) : "–"],
     ["to the first word, warm", warm === null ? "–" : seconds(warm)],
     ["to the first word, cold", cold === null ? "–" : seconds(cold)],
-    ["of computing saved since the start", saved ? seconds(saved) : "–"],
   ];
   const place = byId("figures");
   rows.forEach(([name, value], i) => {

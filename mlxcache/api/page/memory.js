@@ -142,9 +142,12 @@ function budget(name) {
   const element = h("div", { class: "tier" }, h("h3", {}, name, " ", figure), bar, list, note);
   const update = (limit, segments, words = "") => {
     const there = segments.filter(([, , size]) => size > 0);
-    const used = there.reduce((sum, [, , size]) => sum + size, 0);
+    const total = (some) => some.reduce((sum, [, , size]) => sum + size, 0);
+    const used = total(there);
+    const aside = total(there.filter(([kind]) => kind === "aside"));
     const whole = Math.max(limit, used, 1);
-    setText(figure, limit ? `${bytes(used)} of ${bytes(limit)}` : "off");
+    const reserved = aside ? ` used, ${bytes(aside)} reserved,` : "";
+    setText(figure, limit ? `${bytes(used - aside)}${reserved} of ${bytes(limit)}` : "off");
     sync(bar, there, () => h("i"), (one, [kind, , size]) => {
       setAttr(one, "class", kind);
       one.style.setProperty("width", `${(100 * size) / whole}%`);
