@@ -58,7 +58,7 @@ _HINT, _MOST_NAMED = 60, 5
 
 _COLUMNS: tuple[Column, ...] = (
     ("id", "left", lambda one: one["id"]),
-    ("name", "left", show.session_name),
+    ("name", "left", show.listed_name),
     ("tokens", "right", lambda one: f"{one['tokens']:,}"),
     ("RAM", "right", lambda one: show.format_size_or_dash(one["ram_bytes"])),
     ("disk", "right", lambda one: show.format_size_or_dash(one["disk_bytes"])),

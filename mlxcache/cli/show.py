@@ -140,6 +140,13 @@ def session_name(session: dict[str, Any]) -> str:
     return visible(str(session["name"] or session["title"] or session["label"] or "-"))
 
 
+def listed_name(session: dict[str, Any]) -> str:
+    """Return a session's name, marked if all of its requests were cancelled before a reply."""
+    figures = session["figures"]
+    mark = "no reply yet: " if figures["requests"] and not figures["generated_tokens"] else ""
+    return mark + session_name(session)
+
+
 def client_name(client: str | None) -> str:
     """Return a client program's short name: `claude` for `claude-cli/2.1.330`, "" for None."""
     return re.split(r"[/ _-]", visible(client or ""))[0].lower()

@@ -83,6 +83,7 @@ def test_the_longest_sessions_fit_80_columns(
         "tier": "mixed",
         "pinned": True,
         "last_used_at": time.time() - 3599,
+        "figures": {"requests": 3, "generated_tokens": 40},
     }
     print_sessions([one])
     lines = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
@@ -91,10 +92,8 @@ def test_the_longest_sessions_fit_80_columns(
         assert whole in lines[1]
 
 
-def test_sessions_of_several_clients_have_a_column_of_clients(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Those of one client have none, and a session without a client a dash."""
+def test_the_list_tells_clients_and_what_has_no_reply(capsys: pytest.CaptureFixture[str]) -> None:
+    """One client has no column, a session without a client a dash, and a fork no requests yet."""
     one: dict[str, Any] = {
         "id": "ses_1",
         "name": "a",
@@ -104,12 +103,17 @@ def test_sessions_of_several_clients_have_a_column_of_clients(
         "ram_bytes": 0,
     }
     one |= {"disk_bytes": 0, "tier": None, "pinned": False, "last_used_at": time.time()}
+    one |= {"figures": {"requests": 1, "generated_tokens": 4}}
     clients = ["claude-cli/2.1.330", "codex-tui/0.169.0", None]
     print_sessions([one | {"client": client} for client in clients])
     shown = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert [line[2] for line in shown] == ["client", "claude", "codex", "-"]
     print_sessions([one | {"client": "claude-cli/2.1.330"}] * 2)
     assert "client" not in capsys.readouterr().out
+    without = {"figures": {"requests": 1, "generated_tokens": 0}, "client": None}
+    print_sessions([one | without, one | {"figures": {"requests": 0, "generated_tokens": 0}}])
+    shown = [line.split()[:5] for line in capsys.readouterr().out.splitlines()]
+    assert shown[1:] == [["ses_1", "no", "reply", "yet:", "a"], ["ses_1", "a", "1", "-", "-"]]
 
 
 def test_remedies_and_notices_are_never_broken_or_boxed() -> None:

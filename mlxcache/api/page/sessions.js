@@ -74,6 +74,7 @@ function row(first) {
 
 function about(one) {
   const words = [plural(one.turns, "turn")];
+  if (one.figures?.requests && !one.figures.generated_tokens) words.push("no reply yet");
   if (modelOf(one)) words.push(modelOf(one));
   if (one.agents) words.push(plural(one.agents, "sub-agent"));
   if (one.client) words.push(one.client);
