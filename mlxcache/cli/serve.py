@@ -15,6 +15,7 @@ from typing import Annotated
 
 import typer
 
+from mlxcache.cli.listen import PortTaken, is_taken
 from mlxcache.cli.log import configure_logging
 from mlxcache.cli.options import SERVICE, Config, Flags, with_settings
 from mlxcache.cli.output import console
@@ -74,6 +75,8 @@ def serve(models: Models = None, *, flags: Flags, config: Config = None) -> None
         require_writable(folder, "the demo model needs it")
     elif settings.disk != "off" and not (folder / STORE).is_dir():  # one that is there is read
         require_writable(folder, "computed KV goes there, unless you add --disk off")
+    if RANK not in os.environ and settings.port and is_taken(settings.host, settings.port):
+        raise PortTaken(settings.host, settings.port)
     # Here and not above: MLX and the tokenizers take seconds to import, --help needs neither.
     with _kept_descriptor_limit():
         from mlxcache.cli.server import run  # noqa: PLC0415

@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 import subprocess
 import sys
 
@@ -172,6 +173,14 @@ def test_a_path_that_cannot_be_served_is_told_in_one_sentence_before_anything_sl
     assert done.returncode
     assert done.stderr.count("\n") == 1
     assert told in done.stderr
+    assert "mlx" not in done.stdout
+
+
+def test_a_port_in_use_is_told_before_anything_slow():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        done = run_and_list_slow(["serve", "--port", str(taken.getsockname()[1])], WIDE)
+    assert done.returncode == 1
+    assert "of 127.0.0.1 is in use by" in done.stderr
     assert "mlx" not in done.stdout
 
 
