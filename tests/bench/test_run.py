@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from mlxcache.bench import prove as run
+from mlxcache.bench import random_model
 from mlxcache.bench.context import QUICK, Clock, Context, Subject, TimeUp
 from mlxcache.bench.findings import Findings, NotApplicable
 from mlxcache.bench.prove import Options, Proof, children, describe_config, end_children, planned
@@ -193,7 +194,7 @@ def made(
 
     lines: list[str] = []
     monkeypatch.setattr(run, "SCENARIOS", {"equality": measure, "decode": measure})
-    monkeypatch.setattr(run, "make_random", make)
+    monkeypatch.setattr(random_model, "make_random", make)
     options = Options(None, "4b", ("bfloat16", "4bit"), ["equality", "decode"], QUICK, minutes)
     proof = Proof(options, tmp_path, lambda _: None, lines.append)
     proof.play()
