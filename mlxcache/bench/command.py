@@ -26,9 +26,9 @@ from mlxcache.bench.own_time import NoOwnTime, OwnTime, measuring
 from mlxcache.bench.process import Launch, NotStarted, Server, mlx_lm_server, ours, parse_against
 from mlxcache.bench.turns import PARTING, SCENARIOS, Filler, Visit
 from mlxcache.config import parse_size
+from mlxcache.config.flags import option, switch
 from mlxcache.config.models import DEMO_ID
 from mlxcache.errors import MlxcacheError
-from mlxcache.flags import option, switch
 
 if TYPE_CHECKING:
     from mlxcache.bench.replay import Replay

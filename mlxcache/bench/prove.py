@@ -46,8 +46,8 @@ from mlxcache.bench.findings import Findings, NotApplicable
 from mlxcache.bench.machine import describe_machine, device_info, private_strings, scrub
 from mlxcache.bench.process import tail
 from mlxcache.bench.report import wide_console
+from mlxcache.config.flags import option, switch
 from mlxcache.errors import MlxcacheError, ModelError
-from mlxcache.flags import option, switch
 from mlxcache.model.folder import checked_config
 from mlxcache.typed import convert
 
@@ -235,7 +235,6 @@ class Proof:
     def _random(self, weights: Weights, clock: Clock) -> Subject:
         if self._making_s > clock.left_s:
             raise TimeUp(f"about {self._making_s:.0f} s needed, {clock.left_s:.0f} s left")
-        import mlx.core as mx  # noqa: PLC0415 - takes long, and --help does without
 
         from mlxcache.bench.random_model import make_random  # noqa: PLC0415 - as above
 

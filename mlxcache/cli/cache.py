@@ -17,10 +17,10 @@ from mlxcache.cli.options import TARGET, Where, find_server, located, positive_s
 from mlxcache.cli.output import Yes, confirm, console, count_bar, require_terminal_or_yes
 from mlxcache.cli.show import Result, format_count, format_duration
 from mlxcache.config import Settings, format_size, load_settings
+from mlxcache.config.flags import argument, option, switch
 from mlxcache.config.keys import read_remote_key
 from mlxcache.config.values import read_duration
 from mlxcache.errors import ConfigError
-from mlxcache.flags import argument, option, switch
 
 app = App(
     name="cache",

@@ -22,8 +22,8 @@ from mlxcache.cli.options import ApiKey, Json, Url, find_server, read_input
 from mlxcache.cli.output import count_bar, narrow_console
 from mlxcache.cli.show import Result, format_age, format_count
 from mlxcache.config import Settings, load_settings
+from mlxcache.config.flags import argument, option, switch
 from mlxcache.errors import BadRequest, ConfigError, MlxcacheError, ModelError, NotFound
-from mlxcache.flags import argument, option, switch
 from mlxcache.utf8 import NotUtf8, decode_utf8
 
 if TYPE_CHECKING:

@@ -21,7 +21,6 @@ from typer.main import get_command
 
 from mlxcache import __version__
 from mlxcache.cli.help import App, Group
-from mlxcache.flags import switch
 
 
 class Lazy(NamedTuple):
@@ -175,7 +174,9 @@ for _name, _lazy in COMMANDS.items():
 @app.callback()
 def options(
     *,
-    show_version: Annotated[bool, switch("Print the version and exit.", "--version")] = False,
+    show_version: Annotated[
+        bool, typer.Option("--version", metavar="", help="Print the version and exit.")
+    ] = False,
 ) -> None:
     """A model server for coding agents on MLX: every turn after the first starts warm."""
     if show_version:
@@ -203,7 +204,9 @@ def warn_of_unknown_variables() -> None:
 @app.command()
 def version(
     *,
-    as_json: Annotated[bool, switch("Print JSON, for programs.", "--json")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", metavar="", help="Print JSON, for programs.")
+    ] = False,
 ) -> None:
     """Print the version."""
     print(json.dumps({"version": __version__}, indent=2) if as_json else f"mlxcache {__version__}")

@@ -35,9 +35,9 @@ from mlxcache.cli.output import (
 )
 from mlxcache.cli.show import Column, Result
 from mlxcache.config import Settings, format_size, load_settings
+from mlxcache.config.flags import argument, option
 from mlxcache.config.models import model_id
 from mlxcache.errors import ConfigError, MlxcacheError
-from mlxcache.flags import argument, option
 from mlxcache.store.lock import NAME, Serving, servers
 
 if TYPE_CHECKING:

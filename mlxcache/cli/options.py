@@ -18,10 +18,10 @@ import typer
 from mlxcache.cli.connect import base_url, own_command
 from mlxcache.cli.show import Result
 from mlxcache.config import Settings, load_settings, parse_size
+from mlxcache.config.flags import option, switch
 from mlxcache.config.folder import default_cache_dir
 from mlxcache.config.settings import CONFIG, FIRST, SETTINGS, Setting
 from mlxcache.errors import ConfigError, MlxcacheError
-from mlxcache.flags import option, switch
 
 if TYPE_CHECKING:
     from mlxcache.cli.offline import Offline

@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.text import Text
 
 from mlxcache.config import format_size
+from mlxcache.config.flags import switch
 from mlxcache.errors import ConfigError, MlxcacheError
-from mlxcache.flags import switch
 
 if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn

@@ -33,8 +33,8 @@ from mlxcache.cli.show import (
     print_table,
 )
 from mlxcache.config import Settings, disk_limit, format_size, load_settings, ram_limit
+from mlxcache.config.flags import option
 from mlxcache.errors import ConfigError, MlxcacheError
-from mlxcache.flags import option
 from mlxcache.private import create
 
 if TYPE_CHECKING:

@@ -21,9 +21,9 @@ from mlxcache.cli.options import SERVICE, Config, Flags, with_settings
 from mlxcache.cli.output import console
 from mlxcache.cli.ranks import RANK, close_input, run_ranks, watch_launcher
 from mlxcache.config import load_settings, machine_bytes, require_memory
+from mlxcache.config.flags import argument
 from mlxcache.config.models import find_folder
 from mlxcache.disk_calls import sync
-from mlxcache.flags import argument
 from mlxcache.private import create, make_folder
 
 NOTE = "unclean-starts"

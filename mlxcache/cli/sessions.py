@@ -18,8 +18,8 @@ from mlxcache.cli.options import Where, list_by_default, located
 from mlxcache.cli.output import Yes, byte_bar, confirm, require_terminal_or_yes, visible
 from mlxcache.cli.show import Column, Result
 from mlxcache.config import format_size, load_settings
+from mlxcache.config.flags import argument, option
 from mlxcache.errors import ConfigError, MlxcacheError, NotFound, SnapshotRefused
-from mlxcache.flags import argument, option
 from mlxcache.names import clean_name
 
 app = App(name="sessions", invoke_without_command=True, add_completion=False)

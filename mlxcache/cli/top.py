@@ -19,8 +19,8 @@ from mlxcache.cli import show
 from mlxcache.cli.options import ApiKey, CacheDir, Json, Url, find_server
 from mlxcache.cli.output import visible
 from mlxcache.config import format_size
+from mlxcache.config.flags import option, switch
 from mlxcache.errors import MlxcacheError
-from mlxcache.flags import option, switch
 
 if TYPE_CHECKING:
     from mlxcache.cli.remote import Remote

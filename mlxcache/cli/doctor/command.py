@@ -18,8 +18,8 @@ from mlxcache.cli.options import CacheDir, Config, Flags, Json, with_settings
 from mlxcache.cli.output import byte_bar, count_bar, narrow_console
 from mlxcache.cli.show import Result
 from mlxcache.config import Settings, format_size, load_settings
+from mlxcache.config.flags import option, switch
 from mlxcache.errors import ConfigError
-from mlxcache.flags import option, switch
 
 if TYPE_CHECKING:
     from mlxcache.cli.doctor.models import Checked

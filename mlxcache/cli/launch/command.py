@@ -24,9 +24,9 @@ from mlxcache.cli.options import (
     with_settings,
 )
 from mlxcache.cli.show import Result
+from mlxcache.config.flags import argument, option, switch
 from mlxcache.config.folder import default_cache_dir
 from mlxcache.errors import ConfigError
-from mlxcache.flags import argument, option, switch
 
 Client = Annotated[
     ClientName | None,
