@@ -1,4 +1,4 @@
-"""How coding agents are pointed at a server: variables, shell lines, and their settings files."""
+"""Addresses of servers, this program's own commands, and settings files of coding agents."""
 
 from __future__ import annotations
 
@@ -17,21 +17,6 @@ from mlxcache.config import Settings
 from mlxcache.errors import MlxcacheError
 from mlxcache.utf8 import NotUtf8, read_utf8
 
-ANY_MODEL = "current-model"
-"""Model name for clients. The server accepts any name, so it need not change with the model."""
-
-DUMMY_KEY = "local"
-"""API key for clients that need one to start, used if the server requires none."""
-
-_LONG_TIMEOUTS = dict.fromkeys(("API_TIMEOUT_MS", "CLAUDE_STREAM_IDLE_TIMEOUT_MS"), "3600000")
-"""Timeouts of an hour in ms, for long first prompts.
-
-By default, Claude Code 2.1.197 waits ten minutes for a reply, and five for the next event of a
-stream, not counting pings."""
-
-Variables = Mapping[str, str | None]
-"""Environment variables of a client by name. None stands for the server's key."""
-
 
 def base_url(host: str, port: int) -> str:
     try:
@@ -41,67 +26,6 @@ def base_url(host: str, port: int) -> str:
     if address.is_unspecified:
         host = "127.0.0.1" if address.version == 4 else "::1"
     return f"http://[{host}]:{port}" if address.version == 6 else f"http://{host}:{port}"
-
-
-def claude_code_variables(url: str, model: str, context: int) -> Variables:
-    """Return the variables that point Claude Code at `model` of the server at `url`.
-
-    The attribution header is switched off, because it changes the first tokens of each prompt.
-    Source: https://code.claude.com/docs/en/llm-gateway.
-    """
-    return {
-        "ANTHROPIC_BASE_URL": url,
-        "ANTHROPIC_AUTH_TOKEN": None,
-        "ANTHROPIC_MODEL": model,
-        "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(context),
-        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-        "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
-        **_LONG_TIMEOUTS,
-    }
-
-
-def anyclaude_variables(url: str, context: int, model: str = ANY_MODEL) -> Variables:
-    """Return the variables that point any version of anyclaude at `model` of the server at `url`.
-
-    Older versions read MLX_LM_*, newer ones LOCAL_*. anyclaude sets Claude Code's ANTHROPIC_*
-    itself and passes its other variables on.
-    """
-    for_claude = claude_code_variables(url, model, context)
-    return {
-        "ANYCLAUDE_MODE": "mlx-lm",
-        "MLX_LM_URL": f"{url}/v1",
-        "MLX_LM_MODEL": model,
-        "MLX_LM_API_KEY": None,
-        "LOCAL_URL": f"{url}/v1",
-        "LOCAL_MODEL": model,
-        "LOCAL_API_KEY": None,
-        "LOCAL_CONTEXT_LENGTH": str(context),
-        **{name: value for name, value in for_claude.items() if not name.startswith("ANTHROPIC_")},
-    }
-
-
-def claude_code_line(url: str, model: str, context: int, *, has_key: bool) -> str:
-    return _line("claude", claude_code_variables(url, model, context), has_key=has_key)
-
-
-def anyclaude_line(url: str, context: int, *, has_key: bool) -> str:
-    return _line("anyclaude", anyclaude_variables(url, context), has_key=has_key)
-
-
-def quote_value(value: str | None, *, has_key: bool) -> str:
-    """Quote the value of a variable for a POSIX shell.
-
-    A real key is never written to the terminal or a log: None becomes a reference to the variable
-    MLXCACHE_API_KEY if the server requires a key, else a dummy key.
-    """
-    if value is not None:
-        return shlex.quote(value)
-    return '"$MLXCACHE_API_KEY"' if has_key else DUMMY_KEY
-
-
-def _line(command: str, variables: Variables, *, has_key: bool) -> str:
-    words = (f"{name}={quote_value(value, has_key=has_key)}" for name, value in variables.items())
-    return " ".join([*words, command])
 
 
 # -- this program's own commands ---------------------------------------------------------------

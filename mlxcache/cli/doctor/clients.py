@@ -6,8 +6,8 @@ Reads `env` in Claude Code's settings.json and OpenCode's configuration files. W
 from __future__ import annotations
 
 import re
-import subprocess
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,6 +23,9 @@ from mlxcache.cli.connect import (
     read_object,
 )
 from mlxcache.cli.doctor import Finding
+from mlxcache.cli.launch.clients import CLIENTS, ClientName
+from mlxcache.cli.launch.processes import version_output
+from mlxcache.errors import MlxcacheError
 
 ATTRIBUTION = "CLAUDE_CODE_ATTRIBUTION_HEADER"
 GIT = "CLAUDE_CODE_DISABLE_GIT_INSTRUCTIONS"
@@ -37,8 +40,6 @@ _GIT_IN_MESSAGE = Version("2.1.330")
 """Version of Claude Code that was observed to put the git status into the first user message.
 
 2.1.197 and older ones put it into the system prompt (docs/clients.md)."""
-
-_VERSION_TIMEOUT_S = 20.0
 
 Which = Callable[[str], str | None]
 
@@ -105,7 +106,7 @@ def _git(merged: Mapping[str, str], rules: Mapping[str, bool], program: str | No
         return Finding(name, "ok", f"{GIT} is set")
     if rules.get("git_status"):
         return Finding(name, "ok", "the server moves it out of the start (canonicalisation)")
-    version = _version_of(program) if program is not None else None
+    version = _version_of(program, merged) if program is not None else None
     if version is not None and version >= _GIT_IN_MESSAGE:
         value = f"version {version} has it in the first message, after the tools: costs little"
         return Finding(name, "ok", value)
@@ -114,21 +115,12 @@ def _git(merged: Mapping[str, str], rules: Mapping[str, bool], program: str | No
     return Finding(name, "warn", value, f"{GIT}=1, or serve with --canonicalise git_status=on")
 
 
-def _version_of(program: str) -> Version | None:
-    try:
-        done = subprocess.run(
-            [program, "--version"],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_VERSION_TIMEOUT_S,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    found = re.search(r"\d+\.\d+\.\d+", done.stdout)
-    return Version(found[0]) if found else None
+def _version_of(program: str, environ: Mapping[str, str]) -> Version | None:
+    with suppress(MlxcacheError):
+        printed = version_output(CLIENTS[ClientName.CLAUDE], Path(program), environ)
+        if found := re.search(r"\d+\.\d+\.\d+", printed):
+            return Version(found[0])
+    return None
 
 
 def _base_url(merged: Mapping[str, str], url: str) -> Finding | None:

@@ -6,6 +6,7 @@ Nothing here starts a client or changes the user's settings.
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -17,20 +18,20 @@ from urllib.parse import urlsplit
 
 from packaging.version import Version
 
-from mlxcache.cli.connect import (
-    ANY_MODEL,
-    DUMMY_KEY,
-    Variables,
-    anyclaude_variables,
-    claude_code_variables,
-    claude_env,
-    claude_folder,
-    read_object,
-)
+from mlxcache.cli.connect import claude_env, claude_folder, read_object
 from mlxcache.config.settings import is_loopback
 
 KEY_VARIABLE = "MLXCACHE_API_KEY"
 """The variable from which OpenCode, Codex and pi read the key."""
+
+ANY_MODEL = "current-model"
+"""Model name for clients. The server accepts any name, so it need not change with the model."""
+
+DUMMY_KEY = "local"
+"""API key for clients that need one to start, used if the server requires none."""
+
+Variables = Mapping[str, str | None]
+"""Environment variables of a client by name. None stands for the server's key."""
 
 _MOST_OUTPUT = 16_384
 
@@ -152,6 +153,22 @@ def has_flag(arguments: Sequence[str], *flags: str) -> bool:
     return any(argument.startswith(flags) for argument in arguments)
 
 
+def shell_line(command: str, variables: Variables, *, has_key: bool) -> str:
+    words = (f"{name}={quote_value(value, has_key=has_key)}" for name, value in variables.items())
+    return " ".join([*words, command])
+
+
+def quote_value(value: str | None, *, has_key: bool) -> str:
+    """Quote the value of a variable for a POSIX shell.
+
+    A real key is never written to the terminal or a log: None becomes a reference to the variable
+    MLXCACHE_API_KEY if the server requires a key, else a dummy key.
+    """
+    if value is not None:
+        return shlex.quote(value)
+    return f'"${KEY_VARIABLE}"' if has_key else DUMMY_KEY
+
+
 def _object(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
@@ -174,6 +191,25 @@ _MODE_FLAGS = ("--permission-mode", "--dangerously-skip-permissions", "--allow-d
 _SETTINGS_FLAG = "--settings"
 
 
+def claude_variables(service: Service) -> Variables:
+    """Return the variables that point Claude Code at a server.
+
+    The attribution header is switched off, because it changes the first tokens of each prompt.
+    By default, Claude Code 2.1.197 waits ten minutes for a reply, and five for the next event of a
+    stream, not counting pings. Source: https://code.claude.com/docs/en/llm-gateway.
+    """
+    return {
+        "ANTHROPIC_BASE_URL": service.url,
+        "ANTHROPIC_AUTH_TOKEN": None,
+        "ANTHROPIC_MODEL": service.model,
+        "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(service.context),
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
+        "API_TIMEOUT_MS": str(_HOUR_MS),
+        "CLAUDE_STREAM_IDLE_TIMEOUT_MS": str(_HOUR_MS),
+    }
+
+
 def configure_claude(service: Service, invocation: Invocation) -> Setup:
     """Return the setup of Claude Code.
 
@@ -181,7 +217,7 @@ def configure_claude(service: Service, invocation: Invocation) -> Setup:
     that are also defined there are therefore passed in a further settings file, which takes
     precedence, unless the user's own arguments have --settings.
     """
-    variables = dict(claude_code_variables(service.url, service.model, service.context))
+    variables = dict(claude_variables(service))
     if service.small is not None:
         variables[_CLAUDE_SMALL] = service.small
     own = list(_claude_settings(invocation))
@@ -205,9 +241,29 @@ def configure_claude(service: Service, invocation: Invocation) -> Setup:
     )
 
 
+def anyclaude_variables(service: Service) -> Variables:
+    """Return the variables that point any version of anyclaude at a server.
+
+    Older versions read MLX_LM_*, newer ones LOCAL_*. anyclaude sets Claude Code's ANTHROPIC_*
+    itself and passes its other variables on.
+    """
+    claude = claude_variables(service).items()
+    return {
+        "ANYCLAUDE_MODE": "mlx-lm",
+        "MLX_LM_URL": service.v1,
+        "MLX_LM_MODEL": service.asked,
+        "MLX_LM_API_KEY": None,
+        "LOCAL_URL": service.v1,
+        "LOCAL_MODEL": service.asked,
+        "LOCAL_API_KEY": None,
+        "LOCAL_CONTEXT_LENGTH": str(service.context),
+        **{name: value for name, value in claude if not name.startswith("ANTHROPIC_")},
+    }
+
+
 def configure_anyclaude(service: Service, _: Invocation) -> Setup:
     return Setup(
-        variables=anyclaude_variables(service.url, service.context, service.asked),
+        variables=anyclaude_variables(service),
         unset=("MLX_MODEL_PATH",),  # with it, anyclaude starts a server of its own at this address
     )
 
@@ -511,6 +567,13 @@ class Client:
     quiet: str | tuple[str, ...] = ()
     loud: tuple[str, ...] = ()
     on_old_node: int = 0
+
+    @property
+    def missing(self) -> str:
+        return (
+            f"{self.title} is not installed: there is no `{self.name}` on the PATH. "
+            f"Install it with\n{self.install}"
+        )
 
     @property
     def about_first_prompt(self) -> str:

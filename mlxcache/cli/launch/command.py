@@ -10,9 +10,16 @@ from typing import Annotated, Any
 
 import typer
 
-from mlxcache.cli.connect import anyclaude_line, claude_code_line, launch_command, own_command
+from mlxcache.cli.connect import launch_command, own_command
 from mlxcache.cli.help import App, Command
-from mlxcache.cli.launch.clients import CLIENTS, ClientName
+from mlxcache.cli.launch.clients import (
+    CLIENTS,
+    ClientName,
+    Service,
+    anyclaude_variables,
+    claude_variables,
+    shell_line,
+)
 from mlxcache.cli.options import (
     Config,
     Flags,
@@ -109,17 +116,17 @@ class LaunchCommand(Command):
 def connect(where: Where) -> Result:
     """Print how clients connect to a running server: addresses, and variables for a shell."""
     (model, *_) = where.models()
-    url, context = where.url, int(model["context_length"])
-    claude = claude_code_line(url, model["id"], context, has_key=where.has_key)
+    url, has_key = where.url, where.has_key
+    service = Service(url, model["id"], int(model["context_length"]))
     lines = {
         "launch": launch_command(url, default_cache_dir()),
-        "claude": claude,
-        "anyclaude": anyclaude_line(url, context, has_key=where.has_key),
+        "claude": shell_line("claude", claude_variables(service), has_key=has_key),
+        "anyclaude": shell_line("anyclaude", anyclaude_variables(service), has_key=has_key),
         "openai": f"{url}/v1",
         "anthropic": url,
         "dashboard": f"{url}/dashboard",
     }
-    key = "\n\nThe key is taken from the variable MLXCACHE_API_KEY." if where.has_key else ""
+    key = "\n\nThe key is taken from the variable MLXCACHE_API_KEY." if has_key else ""
     return Result(lines, "\n\n".join(map("\n".join, lines.items())) + key)
 
 

@@ -22,7 +22,6 @@ from mlxcache.cli.connect import (
     find_on_path,
     own_command,
     own_sources,
-    quote_value,
 )
 from mlxcache.cli.launch.clients import (
     CLIENTS,
@@ -34,25 +33,26 @@ from mlxcache.cli.launch.clients import (
     Service,
     Setup,
     proxy_bypass,
+    quote_value,
 )
 from mlxcache.cli.launch.processes import (
     OtherServerStarted,
+    RunningServer,
     StartedServer,
     check_program,
     deferred_signals,
     find_free_port,
-    find_program,
     query_server,
     remove_abandoned_settings,
     run_client,
+    say,
     start_server,
     wait_until_ready,
-    was_asked,
     watching,
 )
 from mlxcache.cli.listen import PortTaken, is_taken
 from mlxcache.cli.options import named_url
-from mlxcache.cli.output import can_ask, console
+from mlxcache.cli.output import can_ask
 from mlxcache.cli.remote import Remote
 from mlxcache.cli.show import print_json
 from mlxcache.config import SETTINGS, format_size, load_settings, machine_bytes, read_keys
@@ -111,24 +111,22 @@ class Launch:
         Blocks until the client ends. Raises MlxcacheError if one of them cannot be started.
         """
         self._check_small(name)
-        invocation, client = _invocation(name, arguments), CLIENTS[name]
+        client = CLIENTS[name]
+        invocation = _invocation(client, arguments)
         check_program(client, invocation)  # fails before a model is loaded
         for path in remove_abandoned_settings():
-            _say(f"{path}, left by an earlier launch, cannot be removed; it may hold a key.")
+            say(f"{path}, left by an earlier launch, cannot be removed; it may hold a key.")
         with deferred_signals() as signals:
-            service, started = self._served(signals)
+            service, server = self._served(signals)
             try:
                 setup = client.configure(service, invocation)
-                _announce(client, invocation, service, new=started is not None)
+                _announce(client, invocation, service, new=server.is_new)
                 with watching(service, quiet=client.is_quiet(arguments)):
                     status = run_client(invocation, setup, service, signals)
             except BaseException:
-                if started is not None:
-                    _say("The client was not started: stopping its server.")
-                    started.stop()
+                server.stop("The client was not started: stopping its server.")
                 raise
-            if started is not None:
-                _leave(started, service, status, stop_after=stop_after)
+            server.leave(service, status, stop_after=stop_after)
             return status
 
     def print_env(self, name: ClientName, arguments: list[str], *, as_json: bool) -> None:
@@ -138,46 +136,45 @@ class Launch:
         """
         self._check_small(name)
         if self.running:
-            service = self._choose_models(wait_until_ready(self.url, self.key, None))
+            service = self._ready(RunningServer(self.url))
             self._report_unused_flags()
         else:
             service = self._expected()
-        invocation = _invocation(name, arguments, needed=False)
-        if CLIENTS[name].oldest is not None:
-            check_program(CLIENTS[name], invocation)
-        setup = CLIENTS[name].configure(service, invocation)
+        client = CLIENTS[name]
+        invocation = _invocation(client, arguments)
+        if not invocation.installed:
+            say(client.missing)
+        elif client.oldest is not None:
+            check_program(client, invocation)
+        setup = client.configure(service, invocation)
         if setup.by_hand is not None:
-            _say(setup.by_hand)
+            say(setup.by_hand)
         if as_json:
             print_json(setup_object(setup, service, invocation))
             return
         print("\n".join(shell_lines(setup, service, invocation.environ)))
-        _say(f"The command to run with them: {shlex.join(_command(setup, invocation))}")
+        say(f"The command to run with them: {shlex.join(_command(setup, invocation))}")
         if setup.settings_in is not None and setup.by_hand is None:
             names = ", ".join(setup.settings["env"])
-            _say(
+            say(
                 f"Your settings of {name.value} set {names} too and override these variables; "
                 "without --print-env, launch overrides your settings."
             )
 
-    def _served(self, signals: Sequence[int]) -> tuple[Service, StartedServer | None]:
-        """Return a ready server, and its process if it was started here. Blocks.
-
-        Signals received meanwhile are added to `signals`: SIGINT then raises KeyboardInterrupt,
-        another one SystemExit.
-        """
+    def _served(self, signals: Sequence[int]) -> tuple[Service, RunningServer | StartedServer]:
+        """Find or start a server and wait until it is ready, as `wait_until_ready` does."""
         while not self.running:
             try:
                 started = self._start()
-                service = wait_until_ready(self.url, self.key, started, signals)
-                return self._choose_models(service, started), started
+                return self._ready(started, signals), started
             except OtherServerStarted as error:
-                _say(str(error))
+                say(str(error))
                 self.running = bool(self.settings.port)  # with port 0, another port is tried
-        service = self._choose_models(wait_until_ready(self.url, self.key, None, signals))
-        _say(f"Using the server that runs at {service.url}. It serves {service.model}.")
+        server = RunningServer(self.url)
+        service = self._ready(server, signals)
+        say(f"Using the server that runs at {service.url}. It serves {service.model}.")
         self._report_unused_flags()
-        return service, None
+        return service, server
 
     def _start(self) -> StartedServer:
         """Start a server in the background, without waiting until it is ready."""
@@ -202,26 +199,27 @@ class Launch:
             environ[SETTINGS["api_key"].variable] = keys[0]
         started = start_server(settings, _words({**flags, "config": self._config}), environ)
         what = " and ".join(one.model or "the built-in demo" for one in settings.entries)
-        _say(f"Starting a server for {what} in the background; its log is {started.log}")
+        say(f"Starting a server for {what} in the background; its log is {started.log}")
         return started
 
     def _report_unused_flags(self) -> None:
         unused = [f"--{name.replace('_', '-')}" for name in self._flags if name not in _USED]
         if unused:
-            _say(f"A server runs already at {self.url}: {', '.join(unused)} changes nothing.")
+            say(f"A server runs already at {self.url}: {', '.join(unused)} changes nothing.")
 
     def _check_small(self, name: ClientName) -> None:
         if self._small is not None and name not in TAKES_SMALL:
             raise ConfigError(f"--small-model is only for {' and '.join(TAKES_SMALL)}")
 
-    def _choose_models(self, service: Service, started: StartedServer | None = None) -> Service:
-        """Return `service`, a ready server, with the models that the user asked for.
+    def _ready(self, server: RunningServer | StartedServer, signals: Sequence[int] = ()) -> Service:
+        """Wait until `server` is ready, and return it with the models that the user asked for.
 
-        The first `--model` is the client's model, unless the server was `started` with it, which is
+        The first `--model` is the client's model, unless the server was started with it, which is
         stopped if a model is not served.
         """
+        service = wait_until_ready(server, self.key, signals)
         remote = Remote(service.url, self.key)
-        named = started is None and self._flags.get("model")
+        named = not server.is_new and self._flags.get("model")
         try:
             models = remote.models() if self._small or named else []
             if named:
@@ -236,8 +234,7 @@ class Launch:
                 )
             return replace(service, small=str(found["id"]))
         except MlxcacheError:
-            if started is not None:
-                started.stop()
+            server.stop()
             raise
 
     def _with_named(
@@ -259,7 +256,7 @@ class Launch:
         if model is None or model["id"] == service.model:
             return service
         if not model.get("context_length"):
-            _say(f"Loading {model['id']}, which the server at {service.url} has not loaded before.")
+            say(f"Loading {model['id']}, which the server at {service.url} has not loaded before.")
             model = remote.load_model(str(model["id"]))
         name = str(model["id"])
         return replace(service, model=name, asked=name, context=int(model["context_length"]))
@@ -267,7 +264,7 @@ class Launch:
     def _expected(self) -> Service:
         """Describe the server that would be started, from the settings and the model's files."""
         settings = self.settings.for_request(None)
-        _say(f"No server runs at {self.url} yet: `{own_command()} serve` starts one.")
+        say(f"No server runs at {self.url} yet: `{own_command()} serve` starts one.")
         if settings.model is None:
             from mlxcache.model.demo import CONTEXT  # noqa: PLC0415 - MLX takes seconds
 
@@ -283,27 +280,15 @@ class Launch:
 
 def _announce(client: Client, invocation: Invocation, service: Service, *, new: bool) -> None:
     if own_sources(invocation.cwd):
-        _say(
+        say(
             f"{client.title} works on the sources of mlxcache, in {invocation.cwd}. "
             f"For another project: cd YOUR-PROJECT, then {own_command()} launch {client.name}"
         )
     if new and not client.is_quiet(invocation.arguments):
-        _say(
+        say(
             f"Its first prompt ({client.about_first_prompt} with the demo model) is read once. "
             f"How far it is: {service.url}/dashboard"
         )
-
-
-def _leave(started: StartedServer, service: Service, status: int, *, stop_after: bool) -> None:
-    """Stop the started server, also if the client failed unasked, or print how to stop it."""
-    unused = status != 0 and not was_asked(service)
-    if unused and not stop_after:
-        _say(f"The client sent no request and ended with {status}: stopping its server.")
-    if unused or stop_after:
-        started.stop()
-    else:
-        pid = started.process.pid
-        _say(f"The server keeps running at {service.url}. To stop it: kill {pid}")
 
 
 def _find_served(
@@ -333,19 +318,10 @@ def _local_address(url: str) -> dict[str, str] | None:
     return {"host": host, "port": str(port)}
 
 
-def _invocation(name: ClientName, arguments: list[str], *, needed: bool = True) -> Invocation:
-    """Describe the client's program; if it is not installed, raise MlxcacheError where `needed`."""
-    client = CLIENTS[name]
-    path: Path | None
-    try:
-        path = find_program(client)
-    except MlxcacheError as error:
-        if needed:
-            raise
-        _say(str(error))
-        path = None
+def _invocation(client: Client, arguments: list[str]) -> Invocation:
+    path = find_on_path(client.name)
     surroundings = (tuple(arguments), os.environ, Path.home(), current_folder())
-    return Invocation(path or Path(client.name), *surroundings, installed=path is not None)
+    return Invocation(Path(path or client.name), *surroundings, installed=path is not None)
 
 
 def _words(flags: Mapping[str, Any]) -> list[str]:
@@ -390,11 +366,6 @@ def setup_object(setup: Setup, service: Service, invocation: Invocation) -> dict
         "set": {**proxy_bypass(service, invocation.environ), **setup.values(service)},
         "unset": list(setup.unset),
     }
-
-
-def _say(text: str) -> None:
-    """Print a line to standard error without wrapping it, so that it can be copied."""
-    console(stderr=True).print(Text(text))
 
 
 # -- the menu ----------------------------------------------------------------------------------

@@ -21,13 +21,14 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
 from types import FrameType
-from typing import Any, BinaryIO, TextIO
+from typing import Any, BinaryIO, ClassVar, TextIO
 from urllib.parse import urlsplit
 
 import psutil
 from packaging.version import Version
+from rich.text import Text
 
-from mlxcache.cli.connect import base_url, find_on_path
+from mlxcache.cli.connect import base_url
 from mlxcache.cli.launch.clients import Client, Invocation, Service, Setup, without_script_settings
 from mlxcache.cli.listen import IN_USE, listens
 from mlxcache.cli.log import LongReadings, Reading, describe
@@ -44,7 +45,13 @@ STOP_S = 15.0
 _LOADING_POLL_S = 0.2
 _TAIL_LINES = 6
 _TAIL_BYTES = 4096
+_LOADING = "the server is loading"
 _LOADING_LINE = re.compile(r"(?P<what>.*?)(?: (?P<percent>\d{1,3})%)?")
+
+
+def say(text: str) -> None:
+    """Print a line to standard error without wrapping it, so that it can be copied."""
+    console(stderr=True).print(Text(text))
 
 
 # -- a server that runs ------------------------------------------------------------------------
@@ -74,7 +81,7 @@ def query_server(url: str, key: str | None) -> Service | None:
     return Service(url, str(model["id"]), int(model["context_length"]), key)
 
 
-def was_asked(service: Service) -> bool:
+def _was_asked(service: Service) -> bool:
     """Return whether `GET /v1/requests` lists any request; True if the server does not answer."""
     try:
         return bool(Remote(service.url, service.key).requests())
@@ -82,7 +89,34 @@ def was_asked(service: Service) -> bool:
         return True
 
 
+@dataclass(frozen=True, slots=True)
+class RunningServer:
+    """Server that this command found and leaves alone, with the verbs of `StartedServer`."""
+
+    url: str
+    is_new: ClassVar[bool] = False
+
+    def query(self, key: str | None) -> Service | None:
+        return query_server(self.url, key)
+
+    def loading(self) -> tuple[str, float | None]:
+        return _LOADING, None
+
+    def stop(self, why: str = "") -> None:
+        pass
+
+    def leave(self, service: Service, status: int, *, stop_after: bool) -> None:
+        pass
+
+
 # -- a server that is started ------------------------------------------------------------------
+
+
+class OtherServerStarted(MlxcacheError):
+    """Error raised if another mlxcache server took the address of the one to start."""
+
+    def __init__(self, url: str):
+        super().__init__(f"Another server started first at {url}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +127,30 @@ class StartedServer:
     log: Path
     url: str
     cache_dir: Path
+    is_new: ClassVar[bool] = True
 
-    @property
-    def ended(self) -> bool:
-        return self.process.poll() is not None
+    def query(self, key: str | None) -> Service | None:
+        """Query the server as `query_server` does, and send the key to this process only."""
+        if self.process.poll() is not None:
+            if any(IN_USE in line for line in self.tail()) and Remote(self.url).answers():
+                raise OtherServerStarted(self.url)
+            raise self.failure()
+        if not self.listens():
+            return None
+        try:
+            return query_server(self.url, key)
+        except NoServer:
+            return None
+        except MlxcacheError:  # it could not load its model, and ends: the log has the reason
+            raise self.failure() from None
+
+    def loading(self) -> tuple[str, float | None]:
+        """Return the step of loading, and the fraction done if known, by the log's last line."""
+        found = _LOADING_LINE.fullmatch("".join(self.tail(1)))
+        if found is None or not found["what"]:
+            return _LOADING, None
+        percent = found["percent"]
+        return f"server: {found['what']}", None if percent is None else int(percent) / 100
 
     def listens(self) -> bool:
         """Return whether this server itself listens at its address; else another program may."""
@@ -123,14 +177,27 @@ class StartedServer:
         last = "\n".join(self.tail())
         return MlxcacheError(f"The server ended. The end of its log, {self.log}:\n{last}")
 
-    def stop(self) -> None:
+    def stop(self, why: str = "") -> None:
         """Terminate the process and wait for it to end; kill it if it still runs after `STOP_S`."""
+        if why:
+            say(why)
         self.process.terminate()
         try:
             self.process.wait(STOP_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+
+    def leave(self, service: Service, status: int, *, stop_after: bool) -> None:
+        """Stop the server, also if the client failed unasked, or print how to stop it."""
+        unused = status != 0 and not _was_asked(service)
+        if stop_after:
+            self.stop()
+        elif unused:
+            self.stop(f"The client sent no request and ended with {status}: stopping its server.")
+        else:
+            pid = self.process.pid
+            say(f"The server keeps running at {service.url}. To stop it: kill {pid}")
 
 
 def find_free_port(host: str) -> int:
@@ -186,66 +253,25 @@ def open_log(folder: Path, port: int) -> tuple[Path, BinaryIO]:
     return path, file
 
 
-# -- waiting until it serves -------------------------------------------------------------------
-
-
-class OtherServerStarted(MlxcacheError):
-    """Error raised if another mlxcache server took the address of the one to start."""
-
-    def __init__(self, url: str):
-        super().__init__(f"Another server started first at {url}.")
-
-
 def wait_until_ready(
-    url: str, key: str | None, started: StartedServer | None, signals: Sequence[int] = ()
+    server: RunningServer | StartedServer, key: str | None, signals: Sequence[int] = ()
 ) -> Service:
-    """Wait until the server at `url` is ready, and show its loading progress meanwhile.
+    """Wait until a server is ready, show its loading progress meanwhile, and stop it on an error.
 
-    With `started`, only that process is queried and sent the key, and it is stopped if this
-    function raises. Signals may be added to `signals` meanwhile: SIGINT raises KeyboardInterrupt,
-    another one SystemExit. Raises MlxcacheError if the server cannot serve, and OtherServerStarted.
+    Signals may be added to `signals` meanwhile: SIGINT raises KeyboardInterrupt, another one
+    SystemExit. Raises MlxcacheError if the server cannot serve, and OtherServerStarted.
     """
-    served = None
     try:
         with loading_bar(console(stderr=True)) as progress:
-            while served is None:
+            while (served := server.query(key)) is None:
                 for number in signals:
                     raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
-                served = query_server(url, key) if started is None else _query_started(key, started)
-                if served is None:
-                    progress(*_loading(started))
-                    time.sleep(_LOADING_POLL_S)
-    finally:
-        if served is None and started is not None:
-            if signals:
-                console(stderr=True).print("Stopping the server that was started.")
-            started.stop()
-    return served
-
-
-def _query_started(key: str | None, started: StartedServer) -> Service | None:
-    if started.ended:
-        if any(IN_USE in line for line in started.tail()) and Remote(started.url).answers():
-            raise OtherServerStarted(started.url)
-        raise started.failure()
-    if not started.listens():
-        return None
-    try:
-        return query_server(started.url, key)
-    except NoServer:
-        return None
-    except MlxcacheError:  # it could not load its model, and ends: the log has the reason
-        raise started.failure() from None
-
-
-def _loading(started: StartedServer | None) -> tuple[str, float | None]:
-    """Return the step of loading, and the fraction done if known, by the last line of the log."""
-    last = started.tail(1) if started is not None else []
-    found = _LOADING_LINE.fullmatch(last[0]) if last else None
-    if found is None:
-        return "the server is loading", None
-    percent = found["percent"]
-    return f"server: {found['what']}", None if percent is None else int(percent) / 100
+                progress(*server.loading())
+                time.sleep(_LOADING_POLL_S)
+            return served
+    except BaseException:
+        server.stop("Stopping the server that was started." if signals else "")
+        raise
 
 
 # -- the client's program ----------------------------------------------------------------------
@@ -254,25 +280,16 @@ _VERSION_TIMEOUT_S = 30.0
 _VERSION_LINES = 4
 
 
-def find_program(client: Client) -> Path:
-    """Return the path of the client's program. Raises MlxcacheError if it is not installed."""
-    found = find_on_path(client.name)
-    if found is None:
-        raise MlxcacheError(
-            f"{client.title} is not installed: there is no `{client.name}` on the PATH. "
-            f"Install it with\n{client.install}"
-        )
-    return Path(found)
-
-
 def check_program(client: Client, invocation: Invocation) -> None:
-    """Run the client's program, if it is installed, with `--version` to check it. Blocks.
+    """Run the client's program with `--version` to check it. Blocks.
 
-    Raises MlxcacheError if it fails or is older than `client.oldest`.
+    Raises MlxcacheError if it is not installed, fails or is older than `client.oldest`.
     """
-    if not (invocation.installed and client.prints_version):
+    if not invocation.installed:
+        raise MlxcacheError(client.missing)
+    if not client.prints_version:
         return
-    printed = _version_output(client, invocation)
+    printed = version_output(client, invocation.program, invocation.environ)
     found = re.search(r"\d+\.\d+\.\d+", printed)
     if client.oldest is None:
         return
@@ -286,24 +303,25 @@ def check_program(client: Client, invocation: Invocation) -> None:
         )
 
 
-def _version_output(client: Client, invocation: Invocation) -> str:
+def version_output(client: Client, program: Path, environ: Mapping[str, str]) -> str:
+    """Return what the client's program prints with `--version`. Raises MlxcacheError. Blocks."""
     try:
         done = subprocess.run(
-            [str(invocation.program), "--version"],
+            [str(program), "--version"],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
             errors="replace",
             timeout=_VERSION_TIMEOUT_S,
-            env=without_script_settings(invocation.environ),
+            env=without_script_settings(environ),
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise MlxcacheError(f"{invocation.program} --version failed: {error}.") from error
+        raise MlxcacheError(f"{program} --version failed: {error}.") from error
     if done.returncode:
         said = (done.stderr.strip() or done.stdout.strip()).splitlines()[-_VERSION_LINES:]
         raise MlxcacheError(
-            f"{client.title} does not work: `{invocation.program} --version` ended with status "
+            f"{client.title} does not work: `{program} --version` ended with status "
             f"{done.returncode}. Install it again with\n{client.install}\n" + "\n".join(said)
         )
     return done.stdout.strip()
