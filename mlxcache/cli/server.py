@@ -16,7 +16,7 @@ import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -89,18 +89,14 @@ async def run(settings: Settings, console: Console, place: Place | None = None) 
     keys = read_keys(settings)
     sockets = listen(settings.host, settings.port)
     url = base_url(settings.host, sockets[0].getsockname()[1])
-    with announced(settings, url) as id:
-        remote = await asyncio.to_thread(_open_remote, settings)
-        with closing(remote) if remote is not None else nullcontext():
-            await _serve(settings, keys, console, sockets, url, id=id, remote=remote, place=place)
+    with announced(settings, url) as id, ExitStack() as stack:
+        remote = None
+        if settings.remote is not None:
+            from mlxcache.remote.objects import open_configured  # noqa: PLC0415 - only with --remote
 
-
-def _open_remote(settings: Settings) -> Objects | None:
-    if settings.remote is None:
-        return None
-    from mlxcache.remote.objects import open_configured  # noqa: PLC0415 - only with --remote
-
-    return open_configured(settings)
+            opened = await asyncio.to_thread(open_configured, settings)
+            remote = stack.enter_context(closing(opened))
+        await _serve(settings, keys, console, sockets, url, id=id, remote=remote, place=place)
 
 
 async def _serve(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -226,8 +226,9 @@ def _head(live: LiveState, url: str, models: int) -> Text:
 def _budgets(cache: Mapping[str, Any] | None) -> list[RenderableType]:
     if not cache:
         return []
-    disk = cache["disk"]
-    used, limit, grid = disk["used_bytes"], disk["limit_bytes"], _tier_grid()
+    disk, text = cache["disk"], "off"
+    bar: RenderableType = ""
+    used, limit = disk["used_bytes"], disk["limit_bytes"]
     if limit:
         text = f"{_of(used, disk)} in {show.format_count(disk['files'], 'file')}"
         if cache["pending_bytes"]:
@@ -236,11 +237,18 @@ def _budgets(cache: Mapping[str, Any] | None) -> list[RenderableType]:
             text = "writes fail: see the server's log"
         style = "yellow" if used > 0.95 * limit else "cyan"
         bar = ProgressBar(limit, used, BAR, complete_style=style, finished_style=style)
-        grid.add_row("Disk", bar, text)
-    else:
-        grid.add_row("Disk", "", "off")
     remote = [_remote(cache["remote"])] if "remote" in cache else []
-    return [Text(), *_models(cache), *_ram(cache), grid, *remote, _totals(cache)]
+    lines = (*_models(cache), *_ram(cache), _line("Disk", bar, text), *remote, _totals(cache))
+    return [Text(), *lines]
+
+
+def _line(name: str, bar: RenderableType, text: str, width: int = 4) -> Table:
+    grid = Table.grid(padding=(0, 1))
+    grid.add_column(width=width, no_wrap=True, overflow="ellipsis")
+    grid.add_column(width=BAR)
+    grid.add_column(no_wrap=True, overflow="ellipsis")
+    grid.add_row(name, bar, text)
+    return grid
 
 
 def _remote(remote: Mapping[str, Any]) -> Text:
@@ -251,15 +259,8 @@ def _remote(remote: Mapping[str, Any]) -> Text:
     return Text(f"     {text}", style, no_wrap=True, overflow="ellipsis")
 
 
-def _models(cache: Mapping[str, Any]) -> list[RenderableType]:
-    models = cache.get("models", ())
-    if not models:
-        return []
-    grid = Table.grid(padding=(0, 1))
-    grid.add_column(width=_MODEL, no_wrap=True, overflow="ellipsis")
-    grid.add_column(width=BAR)
-    grid.add_column(no_wrap=True, overflow="ellipsis")
-    for one in models:
+def _models(cache: Mapping[str, Any]) -> Iterator[RenderableType]:
+    for one in cache.get("models", ()):
         there = one["state"] in ("loaded", "loading")
         weights, kv = one.get("weights_bytes", 0) if there else 0, one.get("kv_bytes", 0)
         sizes = ((weights, "weights", _WEIGHTS), (kv, "KV", _PARTS[0]))
@@ -267,15 +268,7 @@ def _models(cache: Mapping[str, Any]) -> list[RenderableType]:
         words += [f"{format_size(size)} {name}" for size, name, _ in sizes if size]
         parts = [(size, style, cell) for size, _, (_, style, cell) in sizes]
         bar = _stacked_bar(parts, cache["ram"]["limit_bytes"])
-        grid.add_row(visible(one["label"]), bar, Text(", ".join(words)))
-    return [grid]
-
-
-def _tier_grid() -> Table:
-    grid = Table.grid(padding=(0, 1))
-    grid.add_column(width=4)
-    grid.add_column(width=BAR)
-    return grid
+        yield _line(visible(one["label"]), bar, ", ".join(words), _MODEL)
 
 
 _WITHHELD_STYLE = "yellow"
@@ -284,7 +277,7 @@ _PARTS = (("cached", "cyan", "█"), ("in use", "blue", "▓"), ("reserved", "br
 
 
 def _ram(cache: Mapping[str, Any]) -> list[RenderableType]:
-    ram, grid, indent = cache["ram"], _tier_grid(), " " * 5
+    ram, indent = cache["ram"], " " * 5
     withheld = ram.get("withheld_bytes", 0)
     charged, used, active = sum(ram["kinds"].values()), ram["used_bytes"], cache["active_bytes"]
     weights, named = ram["kinds"].get("weights", 0), list(_PARTS)
@@ -293,12 +286,12 @@ def _ram(cache: Mapping[str, Any]) -> list[RenderableType]:
         sizes, named = [weights, *sizes], [_WEIGHTS, *_PARTS]
     parts = [(size, style, cell) for size, (_, style, cell) in zip(sizes, named, strict=True)]
     parts.append((withheld, _WITHHELD_STYLE, "×"))
-    grid.add_row("RAM", _stacked_bar(parts, ram["limit_bytes"]), _of(charged, ram))
+    whole = _line("RAM", _stacked_bar(parts, ram["limit_bytes"]), _of(charged, ram))
     words = Text(indent, no_wrap=True, overflow="ellipsis")
     for (name, style, cell), size in zip(named, sizes, strict=True):
         words.append(", " if len(words) > len(indent) else "").append(f"{cell} ", style)
         words.append(f"{format_size(size)} {name}")
-    lines: list[RenderableType] = [grid, words]
+    lines: list[RenderableType] = [whole, words]
     level = (cache.get("pressure") or {}).get("level", "normal")
     if level != "normal" or withheld:
         over = level == "normal"

@@ -184,9 +184,6 @@ _OTHER_PROVIDERS = (
 )
 """Variables that make Claude Code use another server, or send a key of another server."""
 
-_CLAUDE_SMALL = "ANTHROPIC_DEFAULT_HAIKU_MODEL"
-"""Variable with the model of Claude Code's titles, background requests and `haiku` sub-agents."""
-
 _MODE_FLAGS = ("--permission-mode", "--dangerously-skip-permissions", "--allow-dangerously-skip")
 _SETTINGS_FLAG = "--settings"
 
@@ -219,7 +216,8 @@ def configure_claude(service: Service, invocation: Invocation) -> Setup:
     """
     variables = dict(claude_variables(service))
     if service.small is not None:
-        variables[_CLAUDE_SMALL] = service.small
+        # for titles, background requests and `haiku` sub-agents
+        variables["ANTHROPIC_DEFAULT_HAIKU_MODEL"] = service.small
     own = list(_claude_settings(invocation))
     set_there: set[str] = set()
     for settings in own:
@@ -488,8 +486,6 @@ def configure_copilot(service: Service, _: Invocation) -> Setup:
 
 # -- Continue ----------------------------------------------------------------------------------
 
-_CONTINUE_FLAG = "--config"
-
 
 def configure_continue(service: Service, invocation: Invocation) -> Setup:
     """Return the setup of Continue's CLI: a configuration that has only this server.
@@ -512,10 +508,10 @@ def configure_continue(service: Service, invocation: Invocation) -> Setup:
         },
     }
     config = {"name": "mlxcache", "version": "1.0.0", "schema": "v1", "models": [model]}
-    has_own = has_flag(invocation.arguments, _CONTINUE_FLAG)
+    has_own = has_flag(invocation.arguments, "--config")
     return Setup(
         variables={KEY_VARIABLE: None},
-        settings_in=None if has_own else _CONTINUE_FLAG,
+        settings_in=None if has_own else "--config",
         settings=config,
         by_hand="No variable points Continue at a server. Write this to FILE: "
         f"{json.dumps(config)}",
