@@ -410,27 +410,6 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids=str)
-def test_two_requests_differ_where_they_were_changed(pair: Pair):
-    one = pair.base()
-    other = following(one)
-    pair.change(other)
-    found = command.explain_pair(one, other, RAW)
-    lost = found["lost"]
-    if pair.reason is None:
-        assert lost is None, lost
-        assert found["new_tokens"] < 100
-        return
-    assert (lost["reason"], lost["cause"], lost["where"]) == (pair.reason, pair.cause, pair.where)
-    for shown, text in zip(pair.shows, (lost["before"], lost["after"]), strict=True):
-        assert shown in text
-    assert lost["before"] != lost["after"]
-    assert lost["advice"]
-    assert lost["at_token"] == found["shared_tokens"]
-    kept = lost["at_token"] + lost["lost_tokens"] + found["new_tokens"]
-    assert kept == found["prompt_tokens"]["second"]
-
-
 def reordered(body: Body) -> None:
     body["tools"].reverse()
 

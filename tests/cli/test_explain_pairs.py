@@ -228,7 +228,7 @@ def expected(pair: Pair) -> tuple[str | None, str | None, str] | None:
 
 
 @pytest.mark.parametrize("pair", [*MORE, *PAIRS], ids=str)
-def test_both_apis_are_explained_alike(pair: Pair):
+def test_two_requests_differ_where_they_were_changed(pair: Pair):
     """Reason, cause and part of a change are the same in either API's format."""
     one = pair.base()
     other = following(one)
@@ -236,6 +236,15 @@ def test_both_apis_are_explained_alike(pair: Pair):
     assert explained(one, other) == expected(pair)
     if pair.base is not openai:
         assert explained(as_openai(one), as_openai(other)) == expected(pair)
+    found = command.explain_pair(one, other, RAW)
+    if (lost := found["lost"]) is None:
+        assert found["new_tokens"] < 100
+        return
+    for shown, excerpt in zip(pair.shows, (lost["before"], lost["after"]), strict=True):
+        assert shown in excerpt
+    assert lost["before"] != lost["after"]
+    assert lost["advice"]
+    assert lost["at_token"] == found["shared_tokens"]
 
 
 @pytest.mark.parametrize("template", OTHERS, indirect=True)
