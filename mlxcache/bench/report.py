@@ -9,7 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from mlxcache.bench.findings import Check, Findings, middle, quantity
+from mlxcache.bench.findings import Check, middle, quantity
 from mlxcache.bench.measure import RESTART, Results, Samples
 from mlxcache.bench.process import OURS, Server
 from mlxcache.bench.turns import PARTING, SCENARIOS
@@ -99,17 +99,6 @@ def show_restarts(console: Console, results: Results, title: str) -> None:
         table.add_row(server, *cells, _ratio(found.get("sooner")), _ratio(ratio))
     console.print(table)
     _show_failures(console, results.failures)
-
-
-def show_findings(console: Console, found: Findings) -> None:
-    for title, rows in found.tables.items():
-        table = table_of(title, "", "figure", right=("median",))
-        for row, figures in rows.items():
-            for name, figure in figures.items():
-                table.add_row(row, name, quantity(figure.unit, figure.median))
-        console.print(table)
-    for note in found.notes:
-        console.print(note, markup=False)
 
 
 def _show_failures(console: Console, failures: Sequence[str]) -> None:

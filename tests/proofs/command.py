@@ -11,14 +11,15 @@ from typing import Annotated
 
 import typer
 
-from mlxcache.bench import command, report
+from mlxcache.bench import command
 from mlxcache.bench.command import Bench, Options, check_names, conduct, launches
 from mlxcache.bench.context import Scale
-from mlxcache.bench.findings import Findings
+from mlxcache.bench.findings import Findings, quantity
 from mlxcache.bench.own_time import measuring
 from mlxcache.bench.process import Server, running
 from mlxcache.bench.prove_engine import Scenario, restore_speed, write_behind
 from mlxcache.bench.replay import Replay
+from mlxcache.bench.report import table_of
 from mlxcache.bench.turns import PARTING, SCENARIOS, Filler
 from mlxcache.model.hub import resolve
 from tests.proofs import models, under_load
@@ -120,7 +121,14 @@ class Suite:
         self._note("disk", found)
 
     def _note(self, kind: str, found: Findings) -> None:
-        report.show_findings(self.run.console, found)
+        for title, rows in found.tables.items():
+            table = table_of(title, "", "figure", right=("median",))
+            for row, figures in rows.items():
+                for name, figure in figures.items():
+                    table.add_row(row, name, quantity(figure.unit, figure.median))
+            self.run.console.print(table)
+        for note in found.notes:
+            self.run.console.print(note, markup=False)
         self.run.found.setdefault(kind, {})[found.name] = found.as_json()
         self.run.checks += found.checks
 
