@@ -535,10 +535,6 @@ class ClientName(StrEnum):
     ANYCLAUDE = "anyclaude"
 
 
-TAKES_SMALL = (ClientName.CLAUDE, ClientName.OPENCODE)
-"""Clients to which a second, smaller model can be named, for titles and sub-agents."""
-
-
 @dataclass(frozen=True, slots=True)
 class Client:
     """A coding agent and how to set it up.
@@ -548,7 +544,8 @@ class Client:
     `oldest` is the first version that was tested with this server, and `node`
     the oldest Node.js with which npm installs it. A program that `prints_version` does nothing else
     with --version. With the command `quiet`, or with one of the flags there, it prints nothing
-    before its reply, unless an argument begins with one of `loud`.
+    before its reply, unless an argument begins with one of `loud`. One that `takes_small` can be
+    given a second, smaller model for titles and sub-agents.
     """
 
     name: ClientName
@@ -563,6 +560,7 @@ class Client:
     quiet: str | tuple[str, ...] = ()
     loud: tuple[str, ...] = ()
     on_old_node: int = 0
+    takes_small: bool = False
 
     @property
     def missing(self) -> str:
@@ -600,6 +598,7 @@ _CLIENTS = (
         quiet=_PRINT,
         loud=("stream-json", "--output-format=stream-json"),
         on_old_node=_ON_OLD_NODE,
+        takes_small=True,
     ),
     Client(
         ClientName.OPENCODE,
@@ -610,6 +609,7 @@ _CLIENTS = (
         configure_opencode,
         quiet="run",
         loud=("--format",),
+        takes_small=True,
     ),
     Client(
         ClientName.CODEX,

@@ -26,7 +26,6 @@ from mlxcache.cli.connect import (
 from mlxcache.cli.launch.clients import (
     CLIENTS,
     KEY_VARIABLE,
-    TAKES_SMALL,
     Client,
     ClientName,
     Invocation,
@@ -208,8 +207,9 @@ class Launch:
             say(f"A server runs already at {self.url}: {', '.join(unused)} changes nothing.")
 
     def _check_small(self, name: ClientName) -> None:
-        if self._small is not None and name not in TAKES_SMALL:
-            raise ConfigError(f"--small-model is only for {' and '.join(TAKES_SMALL)}")
+        if self._small is not None and not CLIENTS[name].takes_small:
+            names = [one.name for one in CLIENTS.values() if one.takes_small]
+            raise ConfigError(f"--small-model is only for {' and '.join(names)}")
 
     def _ready(self, server: RunningServer | StartedServer, signals: Sequence[int] = ()) -> Service:
         """Wait until `server` is ready, and return it with the models that the user asked for.
