@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from mlxcache.lru import LRU
 from mlxcache.prompt.adapt import SEPARATE
@@ -13,16 +14,22 @@ from mlxcache.prompt.canonical.draft import Draft, History
 # Claude Code sends the description after the first message, which differs in each session, so every
 # session would compute it again. Before that message it is part of a prefix that all sessions and
 # sub-agents of a project share. It stays after the tools: it changes more often than they do.
+#
+# After a compaction the client sends it again, with its sections in another order, after the
+# messages that it kept. The order that they get here is that of a session's start.
 
 _TOLD = re.compile(
-    r"# Environment\nYou have been \w+ in the following environment:"
-    r"|The following deferred tools are now available\b"
-    r"|Available agent types for the \w+ tool:(?:\n|\Z)"
-    r"|The following skills are available for use with the \w+ tool:(?:\n|\Z)"
+    r"(# Environment\nYou have been \w+ in the following environment:)"
+    r"|(The following deferred tools are now available\b)"
+    r"|(Available agent types for the \w+ tool:(?:\n|\Z))"
+    r"|(# MCP Server Instructions\Z)"
+    r"|(The following skills are available for use with the \w+ tool:(?:\n|\Z))"
+    r"|(Today's date is \d{4}-\d{2}-\d{2}\.\s*\Z)"
 )
-"""First line of a paragraph of the environment description, which is equal in all sessions."""
+"""First paragraph of a section of the environment description, a group for each, in order."""
+_DATE = _TOLD.groups
 _STARTED = re.compile(r"SessionStart(?::\w+)? hook [a-z ]+: ")
-"""Output of a `SessionStart` hook, which may be at the start and stays there."""
+"""Output of a `SessionStart` hook. At the start it is moved with the description, behind it."""
 _CALLED = re.compile(r"Called the (?:Read|Bash) tool with the following input: ")
 """Start of the content of a file or folder that the user's first message names.
 
@@ -31,15 +38,15 @@ It may come before the description. Its paragraphs are unlikely to match another
 _ASKED = re.compile(r"Plan mode is active\b|UserPromptSubmit(?::\w+)? hook [a-z ]+: ")
 """First line of text that belongs to the first message and stays after it."""
 _ENDS = re.compile(
-    r"- [\w.:@/+-]+(?:: .*)?$"
-    r"|When you launch multiple agents\b"
-    r"|You are powered by \w"
-    r"|Today's date is \d{4}-\d{2}-\d{2}\.\s*\Z",
-    re.M,
+    r"- [\w.:@/+-]+(?:: .*)?$|When you launch multiple agents\b|You are powered by \w", re.M
 )
-"""Line of the last paragraph: an agent, a skill, the date, or the text after the agents."""
+"""Line of the last paragraph: an agent, a skill, the model, or the text after the agents."""
 _REMINDER = re.compile(r"<system-reminder>\n.*</system-reminder>\s*", re.S)
 """A whole user message of reminders from the client, sent before the user's own message."""
+_COMPACTED = re.compile(r"^This session is being continued from a previous conversation\b", re.M)
+"""Line of the first user message after a compaction; a summary follows it."""
+_AGAIN = re.compile(r"^# Environment\nYou have been ", re.M)
+"""A section that is in the whole description, but in no later message about new tools or skills."""
 
 
 def move_environment(draft: Draft) -> bool:
@@ -58,6 +65,11 @@ def move_environment(draft: Draft) -> bool:
 
 def _find_message(draft: Draft, at: int) -> int | None:
     end = len(draft.messages) - 1
+    if at <= end and _COMPACTED.search(draft.text(at)):
+        systems = (i for i in range(at, end + 1) if draft.role(i) == "system")
+        again = next((i for i in systems if _AGAIN.search(draft.text(i))), None)
+        if again is not None:
+            return again
     while at < end and draft.role(at) == "user":
         at += 1
         if draft.role(at) == "system":
@@ -69,21 +81,37 @@ def _find_message(draft: Draft, at: int) -> int | None:
 
 def _split_environment(text: str) -> tuple[str, str]:
     paragraphs = text.split("\n\n")
-    end = next((i for i, p in enumerate(paragraphs) if _ASKED.match(p)), len(paragraphs))
-    start = next((i for i, p in enumerate(paragraphs[:end]) if _TOLD.match(p)), end)
+    end = len(paragraphs)
+    start = next((i for i, p in enumerate(paragraphs) if _TOLD.match(p)), end)
+    stays = (
+        i for i, p in enumerate(paragraphs) if _ASKED.match(p) or (i > start and _STARTED.match(p))
+    )
+    end = next(stays, end)
     before, told = paragraphs[:start], paragraphs[start:end]
-    opens = [found.group() for found in map(_TOLD.match, told) if found]
     if not told or any(map(_CALLED.match, told)):
         return "", text
     if not _TOLD.match(told[-1]) and not any(map(_ENDS.match, told[-1].splitlines())):
         return "", text
-    if len(set(opens)) < len(opens):
-        return "", text  # one is part of a file or a description
     if before and not (_STARTED.match(before[0]) or _CALLED.match(before[0])):
         return "", text
+    sections = _sections(told)
+    if len({kind for kind, _ in sections}) < len(sections) or sections[0][0] == _DATE:
+        return "", text  # one is part of a file or a description
+    told = [paragraph for _, section in sections for paragraph in section]
     if not any(map(_CALLED.match, before)):
-        before, told = [], before + told
+        before, told = [], told + before
     return "\n\n".join(told), "\n\n".join(before + paragraphs[end:])
+
+
+def _sections(told: Sequence[str]) -> list[tuple[int, list[str]]]:
+    """Return the sections of the description, each with the number of its group, sorted."""
+    sections: list[tuple[int, list[str]]] = []
+    for paragraph in told:
+        opened = _TOLD.match(paragraph)
+        if opened:
+            sections.append((opened.lastindex or 0, []))
+        sections[-1][1].append(paragraph)
+    return sorted(sections)
 
 
 # -- git_status: from the system prompt to the turn in which it was new -----------------------

@@ -46,12 +46,14 @@ NO_DATE = [
     f"{SKILLS}\n\n{MORE}",
     f"{AGENTS}\n\n{TOGETHER}",
     "\n\n".join((AGENTS, TOGETHER, SERVERS, SKILLS)),
-    f"{BEGUN}\n\n{LISTS}",
     LISTS.replace("Agent tool", "Task tool"),
     f"{PLACE}\n\n{POWERED}",
     DEFERRED,
 ]
 """Without a date: as versions before 2.1.285 tell it, and the like."""
+FULL = "\n\n".join((PLACE, POWERED, DEFERRED, AGENTS, TOGETHER, SERVERS, SKILLS, MORE))
+AGAIN = "\n\n".join((DEFERRED, AGENTS, TOGETHER, SKILLS, MORE, SERVERS, PLACE, POWERED))
+"""As 2.1.332 tells it at the start of a session, and after a compaction."""
 
 
 def message(role, text):
@@ -66,10 +68,18 @@ HEAD = message("system", "You are an agent.")
 ASKED = message("user", "Fix the test.")
 
 
-@pytest.mark.parametrize("told", [MAIN, SUB, MAIN + "\n", *NO_DATE])
-def test_it_stands_before_the_first_message(told):
+@pytest.mark.parametrize(
+    ("sent", "told"),
+    [
+        *((text, text) for text in (MAIN, MAIN + "\n", *NO_DATE)),
+        (SUB, MAIN),
+        (f"{AGAIN}\n\n{DATE}", f"{FULL}\n\n{DATE}"),
+        (f"{BEGUN}\n\n{LISTS}", f"{LISTS}\n\n{BEGUN}"),
+    ],
+)
+def test_it_stands_before_the_first_message(sent, told):
     """In each turn, so that turns extend each other, and two sessions begin alike."""
-    chat = [HEAD, ASKED, message("system", told)]
+    chat = [HEAD, ASKED, message("system", sent)]
     made = Canonicaliser().canonicalise(Chat(chat, breakpoint=3))
     assert texts(made) == [HEAD["content"], told, ASKED["content"]]
     assert made.rules == ("environment",)
@@ -111,6 +121,66 @@ def test_a_file_that_the_first_message_names_stays_behind_it(before, rest):
     assert texts(made) == [HEAD["content"], LISTS, ASKED["content"], left]
     numbered = "\n".join(f"{n}\t{line}" for n, line in enumerate(LISTS.split("\n"), 1))
     chat = Chat([HEAD, ASKED, message("system", f"{READ}\n{numbered}")])
+    assert Canonicaliser().canonicalise(chat).chat is chat
+
+
+SUMMARY = """\
+This session is being continued from a previous conversation that ran out of context. The summary \
+below covers the earlier portion of the conversation.
+
+Summary:
+1. Primary Request: a greeting."""
+REMINDED = "<system-reminder>\nAttribution for git commits.\n</system-reminder>"
+COMPACT = "SessionStart:compact hook success: Use the tests."
+
+
+@pytest.mark.parametrize("told", ["{}", "{}\n\n" + DATE])
+@pytest.mark.parametrize(
+    ("kept", "rest"),
+    [
+        ((message("assistant", "Done."), message("user", f"{REMINDED}\n\nGo on.")), ""),
+        ((message("assistant", "Done."), ASKED), f"{COMPACT}\n\n{HOOK}\n\n{DATE}"),
+        (
+            (
+                message("system", DATE),
+                message("assistant", "I look."),
+                message("tool", "README.md"),
+                message("user", REMINDED),
+            ),
+            "",
+        ),
+    ],
+    ids=["compact", "hooks", "automatic"],
+)
+def test_after_a_compaction_it_stands_where_it_stood(told, kept, rest):
+    """The client sends it behind the messages that it kept, with its sections in another order."""
+    start = Canonicaliser().canonicalise(Chat([HEAD, ASKED, message("system", told.format(FULL))]))
+    summary = message("user", f"{REMINDED}\n\n{SUMMARY}")
+    again = "\n\n".join(part for part in (told.format(AGAIN), rest) if part)
+    chat = [HEAD, summary, *kept, message("system", again)]
+    made = Canonicaliser().canonicalise(Chat(chat))
+    assert made.rules == ("environment",)
+    assert texts(made)[:2] == texts(start)[:2]
+    assert list(made.chat.messages[2 : 3 + len(kept)]) == [summary, *kept]
+    assert texts(made)[3 + len(kept) :] == [rest] * bool(rest)
+    more = [message("assistant", "Done."), message("user", "And?"), message("system", AGAIN)]
+    later = Canonicaliser().canonicalise(Chat([*chat, *more]))
+    assert texts(later) == [*texts(made), *(m["content"] for m in more)]
+
+
+@pytest.mark.parametrize(
+    ("first", "later"),
+    [
+        (SUMMARY, DEFERRED),
+        (SUMMARY, f"{AGAIN}\n\nBe brief."),
+        (SUMMARY.replace("being ", ""), AGAIN),
+        (f"Why: {SUMMARY}", AGAIN),
+    ],
+)
+def test_without_a_compaction_or_its_whole_it_stays(first, later):
+    """So do messages about tools that became available later: earlier turns had them nowhere."""
+    said = message("user", first), message("assistant", SUMMARY), message("user", SUMMARY)
+    chat = Chat([HEAD, *said, message("system", later)])
     assert Canonicaliser().canonicalise(chat).chat is chat
 
 
@@ -200,6 +270,11 @@ PARTS = (PLACE, DEFERRED, AGENTS, TOGETHER, SKILLS, MORE, POWERED, DATE, HOOK, P
 OTHERS = ("Be brief.", "- a b: c", "# Environment", "", "The following skills are none:")
 
 
+def _ordered(some, paragraphs):
+    left = iter(paragraphs)
+    return all(paragraph in left for paragraph in some if paragraph)
+
+
 @given(st.lists(st.sampled_from(PARTS + OTHERS), min_size=1, max_size=8))
 def test_every_word_is_there_once_and_each_turn_extends_the_one_before(parts):
     """Whatever such a message is made of; what goes with the first message never moves."""
@@ -209,14 +284,11 @@ def test_every_word_is_there_once_and_each_turn_extends_the_one_before(parts):
     made = rules.canonicalise(Chat(chat))
     said = texts(made)
     if made.rules:
-        told, rest = said[1], "".join(said[3:])
+        told, rest = said[1], said[3:]
         assert said[2] == ASKED["content"]
         assert not any(part in told for part in (HOOK, PLAN, READ))
-        assert not told.endswith(("Be brief.", "- a b: c", "none:", "# Environment"))
-        before, _, behind = text.partition(told)
-        assert rest == (
-            before + behind.removeprefix("\n\n") if behind else before.removesuffix("\n\n")
-        )
+        assert sorted("\n\n".join([told, *rest]).split("\n\n")) == sorted(text.split("\n\n"))
+        assert _ordered("".join(rest).split("\n\n"), text.split("\n\n"))
     else:
         assert made.chat.messages == chat
     more = [*chat, message("assistant", "Done."), message("user", "Thanks.")]
