@@ -106,7 +106,7 @@ class ImageSpan:
 
 
 TEXTS = "texts"
-"""Key of an assistant message with its text blocks, if `content` joins several of them."""
+"""Key of a message with its text blocks, if `content` joins several of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +114,9 @@ class Chat:
     """A conversation in the form that chat templates take, independent of the API.
 
     `messages` are in OpenAI's form, except that the content of a user or tool with images is a list
-    of strings and Images, that arguments of tool calls are dicts, and that an assistant's message
-    may have the key `TEXTS`, which is not passed to templates. `template_args` are keyword
-    arguments of the template.
+    of strings and Images, that arguments of tool calls are dicts, and that a message of an
+    assistant or a user may have the key `TEXTS`, which is not passed to templates. `template_args`
+    are keyword arguments of the template.
 
     `breakpoint` is the number of leading messages up to and including the last one with a
     `cache_control` field; 0 if only tools or system have one, None if nothing has.

@@ -341,11 +341,11 @@ def _message(message: types.Message, index: int, images: ImageReader) -> dict[st
         out["name"] = message.name
     if role == "tool" and message.tool_call_id:
         out["tool_call_id"] = message.tool_call_id
-    if role == "assistant":
-        parts = message.content if isinstance(message.content, list) else []
-        texts = tuple(text for part in parts if (text := part.text or part.refusal))
+    if role in ("assistant", "user") and isinstance(message.content, list):
+        texts = tuple(text for part in message.content if (text := part.text or part.refusal))
         if len(texts) > 1:
             out[TEXTS] = texts
+    if role == "assistant":
         reasoning = message.reasoning_content or message.reasoning
         if reasoning and isinstance(reasoning, str):
             out["reasoning_content"] = reasoning

@@ -104,7 +104,7 @@ class Canonicaliser:
         apply("newest_counter", partial(removed.remove_counters, keep=True))
         status = moved.take_status(draft) if on["git_status"] else ""
         if not draft.messages and not status:
-            return Canonical(chat)  # all of it was machine-made: render it as it came
+            return Canonical(draft.given)  # all of it was machine-made: render it as it came
         apply("environment", moved.move_environment)
         apply("date_reminder", removed.remove_date_reminders)
         apply("uuid", partial(uuids.replace_uuids, stop=stop))
@@ -120,7 +120,7 @@ class Canonicaliser:
                 draft, self._known_reply, thinking=on["thinking"], blanks=on["replay"]
             )
         if not draft.hits:
-            return Canonical(chat, found=found)
+            return Canonical(draft.given, found=found)
         rules = tuple(r for r in RULES if r in draft.hits)
         return Canonical(draft.chat(), rules, draft.names, found)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mlxcache.types import Chat, Image
+from mlxcache.types import TEXTS, Chat, Image
 
 Message = Mapping[str, Any]
 
@@ -18,11 +18,22 @@ SYSTEM = ("system", "developer")
 class Draft:
     """Copies of a conversation's lists of messages and tools, which the rules change.
 
+    `given`: the conversation without the keys `TEXTS` of users' messages, which only `parts` reads.
     `hits`: names of the rules that changed something. `names`: see `Canonical`.
     """
 
     def __init__(self, chat: Chat):
-        self._chat = chat
+        self._parts: dict[int, Sequence[str]] = {
+            at: one[TEXTS]
+            for at, one in enumerate(chat.messages)
+            if TEXTS in one and one.get("role") == "user"
+        }
+        if self._parts:
+            messages = list(chat.messages)
+            for at in self._parts:
+                messages[at] = {k: value for k, value in messages[at].items() if k != TEXTS}
+            chat = replace(chat, messages=messages)
+        self.given = chat
         self._origins = list(range(len(chat.messages)))
         self.messages: list[Message] = list(chat.messages)
         self.tools: Sequence[Mapping[str, Any]] = chat.tools
@@ -34,6 +45,10 @@ class Draft:
         """Return the content of message `at` if it is a string, else an empty string."""
         content = self.messages[at].get("content")
         return content if isinstance(content, str) else ""
+
+    def parts(self, at: int) -> Sequence[str]:
+        """Return the parts in which a client sent the text of a user's message."""
+        return self._parts.get(self._origins[at], (self.text(at),))
 
     def role(self, at: int) -> str:
         return str(self.messages[at].get("role"))
@@ -72,12 +87,12 @@ class Draft:
         Its cache breakpoint is after the last of those messages that were before it, and after a
         message that a rule inserted directly after that one.
         """
-        marked = self._chat.breakpoint
+        marked = self.given.breakpoint
         if marked:
             before = [i for i, origin in enumerate(self._origins) if origin < marked]
             marked = before[-1] + 1 if before else 0
         return replace(
-            self._chat, messages=tuple(self.messages), tools=self.tools, breakpoint=marked
+            self.given, messages=tuple(self.messages), tools=self.tools, breakpoint=marked
         )
 
 

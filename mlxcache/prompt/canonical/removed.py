@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from mlxcache.prompt.canonical.draft import SYSTEM, Draft
 
@@ -100,7 +101,7 @@ _STARTED = re.compile(
 )
 """Start of Qwen Code's first message; the group is the date."""
 
-_BLOCK = re.compile(r"<system-reminder>\n.*?\n</system-reminder>\n*", re.S)
+_BLOCK = re.compile(r"<system-reminder>\n.*?\n</system-reminder>|(?<=>)\n+", re.S)
 
 
 def reminder(date: str) -> str:
@@ -114,7 +115,9 @@ def reminder(date: str) -> str:
 def remove_date_reminders(draft: Draft) -> bool:
     """Remove Qwen Code's reminders of a date if the first user message states the same date.
 
-    Only among the reminders at the start of a user message, and only if other text follows.
+    Only one that is a part of its own, or is among the reminders at the start of a message that was
+    sent as one text, and only if other text follows. The part is not always the first: after an
+    interrupted turn, it is between the message without a reply and the next one.
     """
     first = draft.leading()
     started = _STARTED.search(draft.text(first)) if first < len(draft.messages) else None
@@ -123,13 +126,21 @@ def remove_date_reminders(draft: Draft) -> bool:
     told = reminder(started[1])
     found = False
     for at in range(first, len(draft.messages)):
-        text = draft.text(at)
-        if draft.role(at) == "user" and told in text:
-            start = 0
-            while block := _BLOCK.match(text, start):
-                if block[0].rstrip("\n") == told and text[block.end() :].strip():
-                    draft.rewrite(at, text[:start] + text[start + len(told) :])
-                    found = True
-                    break
-                start = block.end()
+        if draft.role(at) != "user" or told not in draft.text(at):
+            continue
+        parts = _split_reminders(draft.parts(at))
+        place = parts.index(told) if told in parts else len(parts)
+        if "".join(parts[place + 1 :]).strip():
+            draft.rewrite(at, "".join(parts[:place] + parts[place + 1 :]))
+            found = True
     return found
+
+
+def _split_reminders(parts: Sequence[str]) -> list[str]:
+    if len(parts) > 1:
+        return list(parts)
+    text, start, split = parts[0], 0, []
+    while block := _BLOCK.match(text, start):
+        split.append(block[0])
+        start = block.end()
+    return [*split, text[start:]]

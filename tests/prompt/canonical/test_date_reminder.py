@@ -8,6 +8,7 @@ import pytest
 
 from mlxcache.prompt.canonical.canonicaliser import Canonicaliser
 from mlxcache.types import Chat
+from mlxcache.wire.chat_bodies import request_to_chat
 
 Message = dict[str, Any]
 
@@ -70,6 +71,7 @@ def test_a_reminder_among_others_goes() -> None:
         reminder(),
         f"{reminder()}\n",
         f"Hello{reminder()}",
+        f"\n{reminder()}Hello",
         f"What is this? {reminder()} It is in my log.",
         f"{reminder().replace('authoritative ', '')}Hello",
         f"{TOOLS}I ask: {reminder()}Hello",
@@ -95,3 +97,42 @@ def test_results_and_replies_stay() -> None:
     messages += [{"role": "tool", "tool_call_id": "1", "content": text}]
     made = Canonicaliser().canonicalise(Chat(messages))
     assert list(made.chat.messages) == messages
+
+
+def sent(*messages: tuple[str, ...]) -> tuple[list[str], tuple[str, ...]]:
+    """The same as `told`, of messages in parts, as the client sends them: users' and replies."""
+    roles = ("user", "assistant")
+    body = [
+        {"role": roles[i % 2], "content": [{"type": "text", "text": part} for part in parts]}
+        for i, parts in enumerate(messages)
+    ]
+    made = Canonicaliser().canonicalise(request_to_chat({"messages": body}))
+    assert all(set(m) == {"role", "content"} for m in made.chat.messages)
+    return [m["content"] for m in made.chat.messages], made.rules
+
+
+def test_a_turn_without_a_reply_is_extended() -> None:
+    """Its message and the next are one of three parts; a turn later, of two."""
+    begun = (started(), "Hi"), ("Fine.",)
+    stopped, rules = sent(*begun, ("Third", reminder(), "Fourth"))
+    assert stopped == [f"{started()}Hi", "Fine.", "ThirdFourth"]
+    assert rules == ("date_reminder",)
+    later, _ = sent(*begun, ("Third", "Fourth"), ("Fine.",), (reminder(), "Fifth"))
+    assert later == [*stopped, "Fine.", "Fifth"]
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        (f"Third{reminder()}Fourth",),
+        ("Third", f"{reminder()}Fourth"),
+        ("Third", f"In my log: {reminder()}", "Fourth"),
+        ("Third", reminder()),
+        ("Third", reminder(), "\n"),
+        ("Third", reminder(OTHER), "Fourth"),
+    ],
+)
+def test_a_reminder_in_a_text_of_the_user_stays(parts: tuple[str, ...]) -> None:
+    said, rules = sent((started(), "Hi"), ("Fine.",), parts)
+    assert said[-1] == "".join(parts)
+    assert rules == ()
