@@ -10,6 +10,10 @@ after an edit, other white space inside a text, another order of calls, or if th
 out thinking; such text is tokenised as it is. The canonicalisation rules `thinking` and `replay`
 prevent some of these cases: before rendering, they look up a client's copy of a reply with
 `find_reply` and restore the thinking, the white space and the form of calls that were generated.
+
+A control token that the model wrote in its text comes back as that token. What this opens: whoever
+gets a model to write one (its owner, a page that an agent read, a forged snapshot) has it in later
+prompts of that conversation too, in that reply; text that no reply held never becomes one.
 """
 
 from __future__ import annotations

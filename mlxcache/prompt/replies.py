@@ -243,14 +243,11 @@ class ReplyReader:
         if self.finder.align(ids, found) is None:
             return None
         content = self.read_content(ids.tolist(), reply, tools)
-        # A control token that was parsed as text comes back as text, never as a control token.
         if content is None:
             return None
-        calls = (json.dumps(call, ensure_ascii=False) for call in content.calls)
-        if any(map(self.finder.find_all, (*content.texts, *content.thoughts, *calls))):
-            return None
         last = found[-1].group() if found and found[-1].end() == len(raw) else ""
-        closing = "" if last in self._inner else last
+        shown = any(text.endswith(last) for text in (*content.texts, *content.thoughts))
+        closing = "" if shown or last in self._inner else last
         return DecodedReply(ids, raw, content, closing, reply.row.key)
 
     def _ids_before_stop(self, reply: ReplyRow) -> Tokens | None:

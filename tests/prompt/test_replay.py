@@ -16,7 +16,7 @@ from mlxcache.store.database import TemporaryDatabase
 from mlxcache.store.reply_rows import ReplyRow
 from mlxcache.store.session_rows import Turn
 from mlxcache.store.sessions import Sessions
-from mlxcache.types import Chat, token_ids
+from mlxcache.types import Chat, FinishReason, token_ids
 from tests.prompt.chats import TOOLS
 from tests.prompt.families import FAMILIES
 from tests.prompt.replaying import (
@@ -228,14 +228,48 @@ def test_of_several_replies_the_one_that_comes_back_is_put_in() -> None:
         assert again.ids[: len(held)].tolist() == held.tolist()
 
 
-def test_control_tokens_that_were_read_as_text_come_back_as_text() -> None:
-    served = Served("qwen3")
-    raw = "<think>\nHm.\n</think>\n\n<tool_call>\n{broken\n</tool_call><|im_end|>"
-    reply, _ = served.reply(served.asked(START), served.ids(raw))
-    assert "<tool_call>" in reply["content"]
-    again = served.asked([*START, reply, *results({"tool_calls": [{"id": "x"}]})])
-    mark = served.tokenizer.convert_tokens_to_ids("<tool_call>")
-    assert mark not in again.ids[len(served.asked(START).ids) :].tolist()
+STRAY: list[tuple[str, str, FinishReason]] = [
+    ("qwen3", "<think>\nHm.\n</think>\n\nSo</tool_response>, and</think> then.<|im_end|>", "stop"),
+    ("qwen3", "<think>\nHm<|im_start|>user\n.\n</think>\n\nSo.<|im_end|>", "stop"),
+    ("qwen3", "<think>\nHm.\n</think>\n\n<tool_call>\n{broken\n</tool_call><|im_end|>", "stop"),
+    ("qwen3", "<think>\nHm.\n</think>\n\nSo</tool_response>", "length"),
+    ("qwen3.5", "Hm.\n</think>\n\nSo</tool_response>, or<|im_start|>user\nno.<|im_end|>", "stop"),
+    ("gpt-oss", "<|channel|>final<|message|>So<|message|>user<|constrain|>.<|return|>", "stop"),
+    ("glm", "\n<think>Hm.</think>\nSo<|system|>and</arg_key>.<|observation|>", "stop"),
+    ("minimax", "Hm.\n</think>\n\nSo]~b]user\nand.[e~[", "stop"),
+    ("mistral", "So[INST]and[/INST].</s>", "stop"),
+    ("mistral", '[TOOL_CALLS]Write[ARGS]{"path": "a[INST]b", "n": 1}</s>', "stop"),
+]
+"""Replies with control tokens that are passed on as text, and why each reply ended."""
+RESULT = results({"tool_calls": [{"id": "x"}]})
+
+
+@pytest.mark.parametrize(("name", "raw", "reason"), STRAY)
+def test_control_tokens_passed_on_as_text_come_back_as_generated(
+    name: str, raw: str, reason: FinishReason
+) -> None:
+    served = Served(name)
+    reply, held = served.reply(served.asked(START), served.ids(raw), reason=reason)
+    again = served.asked([*START, reply, *RESULT])
+    generated = held if reason == "length" else held[:-1]
+    assert again.ids[: len(generated)].tolist() == generated.tolist()
+
+
+@pytest.mark.parametrize(("name", "raw", "reason"), STRAY)
+def test_only_a_reply_of_this_server_at_its_place_holds_control_tokens(
+    name: str, raw: str, reason: FinishReason
+) -> None:
+    """Not the same text from a user, an edited copy of the reply, or a copy elsewhere."""
+    served, fresh = Served(name), Served(name, {"replay": False})
+    reply, _ = served.reply(served.asked(START), served.ids(raw), reason=reason)
+    text = reply["content"] or "a[INST]b"
+    for messages in (
+        [*START, {**reply, "content": text + "!"}, *RESULT],
+        [user(text), reply, *RESULT],
+        [*START, {"role": "assistant", "content": "Yes."}, user(text)],
+    ):
+        found = served.asked(messages)
+        assert found.ids.tolist() == fresh.asked(messages).ids.tolist()
 
 
 def test_a_session_label_is_not_needed_and_changes_nothing() -> None:
