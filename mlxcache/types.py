@@ -242,7 +242,9 @@ class Job:
     `parallel_tools`: the reply may have several calls; if false, the first one ends it.
     `thinking_budget`: most tokens of a think block. `top_logprobs`: None for no log-probabilities,
     else those of the sampled token and of so many alternatives are reported. `raw`: a plain
-    completion, whose thinking and calls are returned as text.
+    completion, whose thinking and calls are returned as text. `prompt_logprobs`: those of the
+    prompt's tokens are reported too, as `PromptLogprobs`; so all of it is computed, and none of its
+    KV is kept. Only then `max_tokens` may be 0, for no reply.
 
     `session`: a label for users, never a key of the cache. `title`: the beginning of the user's
     first message. `owner` is set by the engine. `api`: the kind of request, such as "messages", or
@@ -265,6 +267,7 @@ class Job:
     format: OutputFormat | None = None
     thinking_budget: int | None = None
     top_logprobs: int | None = None
+    prompt_logprobs: bool = False
     raw: bool = False
     session: str | None = None
     client: str | None = None
@@ -287,7 +290,7 @@ class TokenLogprob:
 
     `top`: (text, id, log-probability). Bytes that are not a whole character are surrogate escapes
     in the text. `visible`: the token is part of the visible text, not of thinking, calls or their
-    markers.
+    markers. `logprob` is NaN for the first token of a prompt.
     """
 
     token: str
@@ -312,6 +315,13 @@ class Progress:
 
     done: int
     total: int
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Event: the log-probabilities of a prompt's tokens."""
+
+    tokens: tuple[TokenLogprob, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,8 +368,11 @@ class Finished:
 
 Piece = Text | Thinking | ToolCall
 
-Event = Admitted | Progress | Text | Thinking | ToolCall | Finished
-"""An event of a stream, in the order Admitted, Progress..., Pieces..., Finished."""
+Event = Admitted | Progress | PromptLogprobs | Text | Thinking | ToolCall | Finished
+"""An event of a stream, in the order Admitted, Progress..., Pieces..., Finished.
+
+`PromptLogprobs` comes before the pieces.
+"""
 
 
 @dataclass(frozen=True, slots=True)

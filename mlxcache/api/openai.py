@@ -218,6 +218,7 @@ class TextExchange(Completions):
             "shows_stop": wire.shows_stop(body),
             "max_tokens": wire.read_max_tokens(body, default),
             "top_logprobs": body.logprobs,
+            "prompt_logprobs": wire.wants_prompt_logprobs(body),
             "raw": True,
             "format": form,
         }

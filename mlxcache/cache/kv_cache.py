@@ -225,7 +225,8 @@ class KVCache:
         it is then used, even without a state to continue from. Blocks for writes to disk only with
         `evict` "wait". Raises MLX's error if a copy fails, after releasing what was reserved.
         """
-        match, main = self.tree.match(ids), self._mains.main_beside(ids, hints)
+        match = self.tree.match(ids if hints.kept else NO_TOKENS)
+        main = self._mains.main_beside(ids, hints)
         self.tree.renew(main)
         cached, state = reusable(self.layout, match, len(ids))
         awaiting_state = planned > cached
@@ -338,7 +339,7 @@ class KVCache:
         device and raises its error; nothing is committed then.
         """
         lineage = lease.lineage
-        if not self.layout.cacheable or not lineage.length:
+        if not (self.layout.cacheable and lease.hints.kept and lineage.length):
             return
         device.confirm()
         lineage.mark_confirmed()

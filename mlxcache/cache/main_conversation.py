@@ -27,7 +27,7 @@ class CacheHints:
     `conversation_key`: number of leading tokens that identify the conversation, if known. `head`:
     number of leading tokens that are tools and system prompt. `keeps`: see `tree.node.Usage`.
     `asked`: a client waits for the request; False if the server computes its prompt before a
-    request needs it.
+    request needs it. `kept`: KV is reused, and what is computed is added to the tree.
     """
 
     conversation_key: int | None = None
@@ -35,6 +35,7 @@ class CacheHints:
     label: str | None = None
     keeps: tuple[tuple[int, float], ...] = ()
     asked: bool = True
+    kept: bool = True
 
     @classmethod
     def of(cls, job: Job) -> CacheHints:
@@ -44,7 +45,8 @@ class CacheHints:
             head=marks[0] if len(marks) > 1 else 0,
             label=None if job.api == WARMING else job.session,
             keeps=prompt.keeps,
-            asked=job.api != WARMING,
+            asked=job.api != WARMING and not job.prompt_logprobs,
+            kept=not job.prompt_logprobs,
         )
 
 

@@ -330,7 +330,7 @@ class Engine:
         job = replace(job, sampling=resolve(job.sampling, runtime.info.sampling))
         record = self._records.begin(job, self.label, runtime.book.id_for(job))
         try:
-            runtime.check(job.prompt)
+            runtime.check(job.prompt, logprobs=job.prompt_logprobs)
             validate(job.sampling, runtime.layout.vocab_size)
             guide = await self._compile(job, runtime) if is_constrained(job) else None
             live = self._requests.running(job)

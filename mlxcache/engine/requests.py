@@ -55,7 +55,8 @@ FOLLOWED_FIELDS = (
 
 SAME_FIELDS = (
     "owner", "session", "client", "api", "max_tokens", "stop", "shows_stop", "tools", "tool_choice",
-    "parallel_tools", "raw", "top_logprobs", "format", "thinking_budget",
+    "parallel_tools", "raw", "top_logprobs", "prompt_logprobs", "format",
+    "thinking_budget",
 )  # fmt: skip
 """Fields, besides prompt and sampling, that are equal in two jobs if one reply answers both.
 

@@ -23,7 +23,7 @@ from mlxcache.config import Settings
 from mlxcache.config.memory import read_pressure
 from mlxcache.engine.figures import FiguresOfModel, Totals
 from mlxcache.engine.opening import open_images, open_store, open_tier, watch_pressure
-from mlxcache.errors import BadRequest, Busy, ContextLengthExceeded
+from mlxcache.errors import BadRequest, Busy, ContextLengthExceeded, Unsupported
 from mlxcache.explain.prefix_loss import PrefixLossReporter
 from mlxcache.guess.drafts import DraftCosts, DraftRule
 from mlxcache.guess.rule import PassCosts
@@ -42,6 +42,7 @@ from mlxcache.model.sampling import (
     make_sampler,
     not_before,
     text_ends,
+    token_text,
     top_logprobs,
 )
 from mlxcache.model.vision import shift_of, too_large
@@ -57,7 +58,7 @@ from mlxcache.residency.memory import (
     plan_memory,
 )
 from mlxcache.scheduling.anticipate import NextTurnRenderer
-from mlxcache.scheduling.decoder import DecoderRow, Drawn
+from mlxcache.scheduling.decoder import DecoderRow
 from mlxcache.scheduling.loop_guard import LoopGuard
 from mlxcache.scheduling.parts import WHOLE
 from mlxcache.scheduling.prefill import Limits
@@ -425,12 +426,17 @@ class ModelRuntime:
 
     # -- requests ----------------------------------------------------------------------------------
 
-    def check(self, prompt: Prompt) -> None:
+    def check(self, prompt: Prompt, *, logprobs: bool = False) -> None:
         """Raise an error if a prompt cannot be fed, however much memory is free. Any thread.
 
         ContextLengthExceeded if it leaves no token of the context for a reply; BadRequest if it is
-        empty, or has a token id outside the vocabulary or an image too large for the memory.
+        empty, or has a token id outside the vocabulary or an image too large for the memory;
+        Unsupported if the `logprobs` of its tokens are wanted of a model that is divided among
+        ranks: the others would not compute the logits.
         """
+        if logprobs and self._ranks is not None:
+            message = "`echo` with `logprobs` is not supported by a model on several machines."
+            raise Unsupported(message, param="echo")
         tokens, context = len(prompt.ids), self.info.context_length
         if tokens == 0:
             raise BadRequest("The prompt is empty: it needs at least one token.", param="prompt")
@@ -490,11 +496,13 @@ class ModelRuntime:
         if wanted is None:
             return Output(parser, row, loop=loop, budget=budget)
 
-        def logprob(drawn: Drawn) -> TokenLogprob:
-            found: TokenLogprob = top_logprobs(drawn.logprobs, drawn.token, wanted, tokenizer)
+        def logprob(logprobs: mx.array, tokens: Sequence[int]) -> list[TokenLogprob]:
+            found: list[TokenLogprob] = top_logprobs(logprobs, tokens, wanted, tokenizer)
             return found
 
-        return Output(parser, row, logprob, loop, budget)
+        first = task.fed[:1].tolist() if job.prompt_logprobs else ()
+        scores = [TokenLogprob(token_text(tokenizer, one), one, math.nan) for one in first]
+        return Output(parser, row, logprob, loop, budget, scores)
 
     def _limit_thinking(self, job: Job, processors: list[Processor]) -> ThinkingBudget | None:
         """Return the limit of a reply's thinking, or let none begin, where one token begins it."""
@@ -559,14 +567,15 @@ class ModelRuntime:
             self.builders.learn({owner: rows})
 
     def _add_turn(self, task: Task, reply: GeneratedReply | None, figures: SessionFigures) -> None:
-        if task.record.status not in RECORDED or task.job.api == WARMING:
+        job = task.job
+        if task.record.status not in RECORDED or job.api == WARMING or job.prompt_logprobs:
             return
         ids = task.tokens()
         if task.out and self.kv.match(ids) < len(ids):
             ids = ids[:-1]  # the last token was drawn and not fed, so it has no KV
         gain = Gain(figures, self.scheduler.prefill.speed.take_unsaved())
         row = reply.row if reply else None
-        self.book.writer.add_turn(task.job, ids, time.time(), row, gain)
+        self.book.writer.add_turn(job, ids, time.time(), row, gain)
 
     # -- the end -----------------------------------------------------------------------------------
 

@@ -271,19 +271,32 @@ def masked(logits: mx.array, masks: Sequence[Bitmask | None]) -> mx.array:
     return mx.where(mx.array(allowed.view(np.bool_)), logits, mx.array(-mx.inf, logits.dtype))
 
 
-def top_logprobs(logprobs: mx.array, token: int, n: int, tokenizer: Any) -> TokenLogprob:
-    """Return the log-probabilities of a sampled token and of the `n` likeliest, for the API."""
+def top_logprobs(
+    logprobs: mx.array, tokens: Sequence[int], n: int, tokenizer: Any
+) -> list[TokenLogprob]:
+    """Return the log-probabilities of tokens and of the `n` likeliest beside each, for the API.
+
+    `logprobs`: of shape (tokens, vocabulary).
+    """
     values = logprobs.astype(mx.float32)
-    n = min(n, values.shape[0])
-    likeliest: list[int] = []
+    n = min(n, values.shape[-1])
+    ids = mx.array(list(tokens), mx.uint32)[:, None]
     if n:
-        likeliest = cast(list[int], mx.argpartition(-values, kth=n - 1)[:n].tolist())
-    numbers = cast(list[float], values[mx.array([token, *likeliest])].tolist())
-    top = sorted(zip(likeliest, numbers[1:], strict=True), key=lambda pair: (-pair[1], pair[0]))
+        ids = mx.concatenate([ids, mx.argpartition(-values, kth=n - 1, axis=-1)[:, :n]], axis=-1)
+    numbers = cast(list[list[float]], mx.take_along_axis(values, ids, axis=-1).tolist())
+    return [
+        _token_logprob(*pair, tokenizer)
+        for pair in zip(cast(list[list[int]], ids.tolist()), numbers, strict=True)
+    ]
+
+
+def _token_logprob(ids: list[int], numbers: list[float], tokenizer: Any) -> TokenLogprob:
+    (token, *likeliest), (logprob, *others) = ids, numbers
+    top = sorted(zip(likeliest, others, strict=True), key=lambda pair: (-pair[1], pair[0]))
     return TokenLogprob(
         token=token_text(tokenizer, token),
         token_id=token,
-        logprob=max(numbers[0], LEAST_LOGPROB),
+        logprob=max(logprob, LEAST_LOGPROB),
         top=tuple((token_text(tokenizer, i), i, x) for i, x in top if x > LEAST_LOGPROB),
     )
 

@@ -105,10 +105,14 @@ class Admission:
         That is while another request computes the prefix, or while it is looked up on disk. Starts
         that lookup if much of the prompt is not in RAM.
         """
+        if task.job.prompt_logprobs:
+            return False
         if task.lookup is not None and not task.lookup.found:
             return True
         known = self._kv.reusable(task.ids)
         for other in prefilling:
+            if other.job.prompt_logprobs:
+                continue
             shared = min(common_length(other.ids, task.ids), task.target)
             whole = shared == task.target
             if self._kv.layout.opaque:

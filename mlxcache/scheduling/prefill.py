@@ -22,7 +22,6 @@ from mlxcache.scheduling.cost import FEWEST, NEAR, Cost, range_of
 from mlxcache.scheduling.decoder import NonFiniteOutput
 from mlxcache.scheduling.images import Images
 from mlxcache.scheduling.task import Task
-from mlxcache.types import Tokens
 
 log = logging.getLogger("mlxcache.engine")
 
@@ -240,20 +239,25 @@ class Prefill:
             (tokens for reach, tokens in self._most.items() if reach <= range_of(at)),
             default=self.limits.prefill_chunk,
         )
-        size = self.cost.chunk(at, bytes_=self.limits.transient, seconds=seconds, most=most)
+        bytes_ = self.limits.transient
+        size = self.cost.chunk(at, bytes_=bytes_, seconds=seconds, most=most)
+        if task.job.prompt_logprobs:  # each position has logits
+            while size > 1 and self.cost.peak(size, at) + size * self.cost.fixed > bytes_:
+                size //= 2
         stop = next((s for s in task.stops if s > at), task.target)
         return min(size, stop - at, task.remaining)
 
     def _feed(self, task: Task, size: int) -> None:
         lease = task.held
         lineage = lease.lineage
-        at, last = lineage.length, size == task.remaining
+        scored = task.job.prompt_logprobs
+        at, last = lineage.length, size == task.remaining and not scored
         end = at + size
         marked = end in task.stops
         self._feeding = at, size
         images = self._images.inputs(task, at, end) if self._images else {}
         began = time.perf_counter()
-        self._forward(task.fed[at:end], lineage, images)
+        self._forward(task, at, end, images)
         model_kv.eval_states(lineage.caches, wait=not last or marked)
         lineage.advance(size)
         _check_aligned(lineage)
@@ -262,7 +266,7 @@ class Prefill:
         if not last:
             lineage.settle()
             mx.clear_cache()
-            took = time.perf_counter() - began
+            took = 0.0 if scored else time.perf_counter() - began
             self.cost.observe(size, took, at)
             self.speed.observe(size, took, at)
         # the last pass still runs: where a commit waits for it, the first token is drawn before
@@ -298,8 +302,9 @@ class Prefill:
         if self._images is not None:
             self._images.drop_rows()
 
-    def _forward(self, ids: Tokens, lineage: Lineage, images: Mapping[str, mx.array]) -> None:
-        """Feed token ids in one pass or several; the last one is not evaluated here."""
+    def _forward(self, task: Task, at: int, end: int, images: Mapping[str, mx.array]) -> None:
+        """Feed a chunk in one pass or several; the last one's KV is not evaluated here."""
+        ids, lineage = task.fed[at:end], task.held.lineage
         caches = lineage.caches
         step = self.cost.step(len(ids))
         for start in range(0, len(ids), step):
@@ -308,7 +313,8 @@ class Prefill:
                 model_kv.eval_states(caches)
             inputs = {name: rows[:, part] for name, rows in images.items()}
             lineage.note_feed(ids[part])
-            self.model(mx.array(ids[part])[None], cache=caches, **inputs)
+            logits = self.model(mx.array(ids[part])[None], cache=caches, **inputs)
+            task.score(at + start, logits[0])
 
 
 def _check_aligned(lineage: Lineage) -> None:

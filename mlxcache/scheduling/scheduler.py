@@ -291,7 +291,10 @@ class Scheduler:
         self.prefill.feed_chunk(task, chunk_seconds(waiting=waiting, decoding=decoding))
         if self.prefill.confirmed:
             self._device_errors = 0
-        if task.remaining == 0:
+        if task.remaining == 0 and task.job.max_tokens == 0:
+            self.prefilling.remove(task)
+            self._finish(task, "length")
+        elif task.remaining == 0:
             self.lanes.enter(task)
             self.prefilling.remove(task)
             self.balance.note_reply()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+
+import mlx.core as mx
 
 from mlxcache.cache.checkpoints import SPACING
 from mlxcache.cache.kv_cache import Lease
@@ -18,7 +20,7 @@ from mlxcache.model.sampling import skip_draws
 from mlxcache.owner import own_ids
 from mlxcache.prompt.chat_prompt import make_reply
 from mlxcache.prompt.replies import GeneratedReply
-from mlxcache.scheduling.decoder import DecoderRow, Drawn
+from mlxcache.scheduling.decoder import DecoderRow, Drawn, NonFiniteOutput, normalised
 from mlxcache.scheduling.loop_guard import LoopGuard
 from mlxcache.types import (
     Admitted,
@@ -29,6 +31,7 @@ from mlxcache.types import (
     Job,
     Piece,
     Progress,
+    PromptLogprobs,
     RequestRecord,
     Text,
     TokenLogprob,
@@ -46,15 +49,18 @@ Outcome = FinishReason | MlxcacheError
 class Output:
     """Decoder row and parser of an admitted task's reply.
 
-    `logprob`: computes the log-probabilities that the client requested. `loop`: detects a reply
-    that repeats itself. `budget`: limits the tokens of thinking blocks.
+    `logprob`: computes the log-probabilities that the client requested, of tokens and logits or
+    log-probabilities of shape (tokens, vocabulary). `loop`: detects a reply that repeats itself.
+    `budget`: limits the tokens of thinking blocks. `scores`: the log-probabilities of the prompt's
+    tokens so far, the first of which has none; empty if they were not requested.
     """
 
     parser: OutputParser
     row: DecoderRow
-    logprob: Callable[[Drawn], TokenLogprob] | None = None
+    logprob: Callable[[mx.array, Sequence[int]], list[TokenLogprob]] | None = None
     loop: LoopGuard | None = None
     budget: ThinkingBudget | None = None
+    scores: list[TokenLogprob] = field(default_factory=list)
 
     def feed(self, token: int) -> list[Piece]:
         parser, budget = self.parser, self.budget
@@ -152,7 +158,7 @@ class Task:
         self.submitted = time.perf_counter()
         self.phase_began = self.submitted - job.loaded_s  # a part of the time in the queue
         self._oom_at = -1
-        self._staged: list[Piece] = []
+        self._staged: list[PromptLogprobs | Piece] = []
         self._delivered = 0
         self._refed = 0
         self._kept = 0
@@ -171,8 +177,8 @@ class Task:
 
     @property
     def target(self) -> int:
-        """Positions to prefill: all but the last prompt token, which decoding feeds."""
-        return len(self.ids) - 1
+        """Positions to prefill: all but the last prompt token, which decoding feeds, if it does."""
+        return len(self.ids) - (self.job.max_tokens != 0)
 
     @property
     def remaining(self) -> int:
@@ -352,13 +358,36 @@ class Task:
         if logprob is not None:
             ended = parser.done in ("stop", "tool_calls")  # the token of the turn's end
             visible = in_text and parser.in_text and not ended
-            pieces = _with_logprob(pieces, replace(logprob(drawn), visible=visible))
+            (entry,) = logprob(drawn.logprobs[None], [drawn.token])
+            pieces = _with_logprob(pieces, replace(entry, visible=visible))
+        if len(self.out) == 1:
+            self._stage_scores()
         self._staged += pieces
         if parser.done is not None:
             return parser.done
         if output.is_loop(drawn.token):
             return "repetition"
         return "length" if len(self.out) >= self.limit else None
+
+    def score(self, at: int, logits: mx.array) -> None:
+        """Record the log-probabilities of the prompt's tokens after position `at`, if requested.
+
+        `logits`: of the positions from `at` on, shape (n, vocabulary). Blocks until computed.
+        """
+        output = self.output
+        if output is None or output.logprob is None or not output.scores:
+            return
+        tokens = self.fed[at + 1 : at + 1 + len(logits)].tolist()
+        logprobs, finite = normalised(logits[: len(tokens)].astype(mx.float32))
+        if tokens:
+            output.scores[at + 1 :] = output.logprob(logprobs, tokens)
+        if not mx.all(finite).item():
+            raise NonFiniteOutput
+
+    def _stage_scores(self) -> None:
+        if self.output is not None and self.output.scores:
+            scores = self.output.scores[: len(self.job.prompt.ids)]
+            self._staged.append(PromptLogprobs(tuple(scores)))
 
     @property
     def all_delivered(self) -> bool:
@@ -374,6 +403,8 @@ class Task:
     # -- its end -----------------------------------------------------------------------------------
 
     def flush(self, reason: FinishReason) -> None:
+        if not self.out and reason == "length":
+            self._stage_scores()
         self.deliver()
         if self.output is not None:
             parser = self.output.parser

@@ -11,10 +11,20 @@ import time
 from codecs import getincrementaldecoder
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isnan
 from typing import Any, ClassVar
 
 from mlxcache import __version__
-from mlxcache.types import Event, Finished, Piece, Text, Thinking, TokenLogprob, ToolCall
+from mlxcache.types import (
+    Event,
+    Finished,
+    Piece,
+    PromptLogprobs,
+    Text,
+    Thinking,
+    TokenLogprob,
+    ToolCall,
+)
 from mlxcache.wire.reply import HeldLogprobs, WholeReply, finished_or_raise, is_cut
 
 FINGERPRINT = f"mlxcache-{__version__}"
@@ -111,7 +121,7 @@ def text_completion(replies: Sequence[WholeReply], envelope: Envelope) -> Payloa
         {
             "index": i,
             "text": envelope.echo(i) + reply.thinking + reply.text,
-            "logprobs": TextLogprobs().write(reply.logprobs) if envelope.logprobs else None,
+            "logprobs": _text_logprobs(reply, envelope.echo(i)) if envelope.logprobs else None,
             **envelope.end(reply.last, called=False),
         }
         for i, reply in enumerate(replies)
@@ -119,6 +129,10 @@ def text_completion(replies: Sequence[WholeReply], envelope: Envelope) -> Payloa
     return envelope.wrap(
         choices=choices, usage=count_usage([reply.last for reply in replies], envelope.n)
     )
+
+
+def _text_logprobs(reply: WholeReply, echo: str) -> Payload:
+    return TextLogprobs(echo, reply.prompt).write([*reply.prompt, *reply.logprobs])
 
 
 class Chunks:
@@ -212,6 +226,12 @@ class TextChunks(Chunks):
         echo = self._envelope.echo(self._index)
         return [self._chunk({"text": echo})] if echo else []
 
+    def feed(self, event: Event) -> list[Payload]:
+        if not isinstance(event, PromptLogprobs):
+            return super().feed(event)
+        self._write_logprobs = TextLogprobs(self._envelope.echo(self._index), event.tokens).write
+        return [self._chunk({"text": ""}, probs=self._show(event.tokens))]
+
     def _feed(self, piece: Piece, probs: Payload | None) -> list[Payload]:
         text = "" if isinstance(piece, ToolCall) else piece.text
         return [self._chunk({"text": text}, probs=probs)] if text else []
@@ -249,20 +269,24 @@ class TextLogprobs:
     """Builder of the object `logprobs` of a text completion, piece by piece.
 
     `text_offset` is the index of the character in which a token begins, counted from the start of
-    the choice's text.
+    the choice's text. That begins with the text `echo`, which may lack what the tokenizer adds at
+    the start of `prompt`.
     """
 
-    def __init__(self) -> None:
-        self._characters = 0
+    def __init__(self, echo: str = "", prompt: Sequence[TokenLogprob] = ()) -> None:
+        told = b"".join(_raw(t.token) for t in prompt).decode(errors="replace")
+        self._characters = len(echo) - len(told)
         self._decoder = getincrementaldecoder("utf-8")(errors="replace")
 
     def write(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
         """Return the object `logprobs` for the next tokens."""
         return {
             "tokens": [_legacy_token(t.token) for t in tokens],
-            "token_logprobs": [max(t.logprob, -9999.0) for t in tokens],
-            "top_logprobs": [_legacy_top(t) for t in tokens],
-            "text_offset": [self._advance(_raw(t.token)) for t in tokens],
+            "token_logprobs": [
+                None if isnan(t.logprob) else max(t.logprob, -9999.0) for t in tokens
+            ],
+            "top_logprobs": [None if isnan(t.logprob) else _legacy_top(t) for t in tokens],
+            "text_offset": [max(0, self._advance(_raw(t.token))) for t in tokens],
         }
 
     def _advance(self, raw: bytes) -> int:

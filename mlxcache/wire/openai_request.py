@@ -84,9 +84,6 @@ def check_supported(body: types.Generation) -> None:
     check_generation(body)
     if isinstance(body, types.ChatRequest):
         _check_chat(body)
-    elif isinstance(body, types.TextRequest) and body.echo and body.logprobs is not None:
-        message = "`echo` with `logprobs` is not supported: a prompt's are not computed."
-        raise Unsupported(message, param="echo")
 
 
 def check_generation(body: types.Generation) -> None:
@@ -188,6 +185,10 @@ def wants_logprobs(body: types.Generation) -> bool:
     return isinstance(body, types.TextRequest) and body.logprobs is not None
 
 
+def wants_prompt_logprobs(body: types.Generation) -> bool:
+    return isinstance(body, types.TextRequest) and bool(body.echo) and wants_logprobs(body)
+
+
 def of_choice(sampling: Sampling, index: int) -> Sampling:
     """Return the sampling of choice number `index` of a prompt: each has a seed of its own."""
     if sampling.seed is None:
@@ -209,10 +210,14 @@ def shows_stop(body: types.Generation) -> bool:
 
 
 def read_max_tokens(body: types.Generation, default: int | None) -> int | None:
-    """Return the maximum tokens of the reply, by default `default`; None for no limit."""
+    """Return the maximum tokens of the reply, by default `default`; None for no limit.
+
+    It may be 0 only if the prompt's log-probabilities are requested.
+    """
     for name in ("max_completion_tokens", "max_output_tokens", "max_tokens", "n_predict"):
         if (limit := getattr(body, name, None)) is not None:
-            return limit_tokens(limit, name)
+            alone = limit == 0 and wants_prompt_logprobs(body)
+            return 0 if alone else limit_tokens(limit, name)
     return default
 
 

@@ -7,18 +7,28 @@ from dataclasses import dataclass, field
 from itertools import dropwhile
 
 from mlxcache.errors import GenerationFailed, NotReady
-from mlxcache.types import Event, Finished, Piece, Text, Thinking, TokenLogprob, ToolCall
+from mlxcache.types import (
+    Event,
+    Finished,
+    Piece,
+    PromptLogprobs,
+    Text,
+    Thinking,
+    TokenLogprob,
+    ToolCall,
+)
 
 
 @dataclass(slots=True)
 class WholeReply:
-    """A finished reply; `last` is the event that ended it."""
+    """A finished reply; `last` is the event that ended it. `prompt`: log-probabilities of it."""
 
     last: Finished
     text: str = ""
     thinking: str = ""
     calls: list[ToolCall] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt: tuple[TokenLogprob, ...] = ()
 
 
 class HeldLogprobs:
@@ -58,12 +68,15 @@ async def gather_reply(events: AsyncIterable[Event]) -> WholeReply:
     thinking: list[str] = []
     calls: list[ToolCall] = []
     logprobs: list[TokenLogprob] = []
+    prompt: tuple[TokenLogprob, ...] = ()
     held = HeldLogprobs()
     last: Finished | None = None
     async for item in events:
         if isinstance(item, Piece):
             logprobs += held.take(item)
         match item:
+            case PromptLogprobs(tokens):
+                prompt = tokens
             case Text():
                 text.append(item.text)
             case Thinking():
@@ -73,7 +86,8 @@ async def gather_reply(events: AsyncIterable[Event]) -> WholeReply:
             case Finished():
                 last = item
                 logprobs += held.end(item)
-    return WholeReply(finished_or_raise(last), "".join(text), "".join(thinking), calls, logprobs)
+    said = "".join(text), "".join(thinking)
+    return WholeReply(finished_or_raise(last), *said, calls, logprobs, prompt)
 
 
 def is_cut(last: Finished, whole: bool) -> bool:

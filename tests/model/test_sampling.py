@@ -294,13 +294,13 @@ def test_top_logprobs_are_sorted_and_exact() -> None:
 
     A token that cannot be drawn is no alternative: a mask leaves most of a vocabulary so.
     """
-    values = mx.log(mx.array([0.25, 0.7, 0.05, 0.0]))
-    found = top_logprobs(values, 3, 2, Letters())
+    values = mx.log(mx.array([[0.25, 0.7, 0.05, 0.0]]))
+    (found,) = top_logprobs(values, [3], 2, Letters())
     assert (found.token, found.token_id, found.logprob) == ("", 3, LEAST_LOGPROB)
     assert [(text, i) for text, i, _ in found.top] == [("b", 1), (" a", 0)]
     assert [x for *_, x in found.top] == pytest.approx([math.log(0.7), math.log(0.25)], rel=1e-5)
-    assert top_logprobs(values, 1, 0, Letters()).top == ()
-    assert len(top_logprobs(values, 1, 20, Letters()).top) == 3
+    assert top_logprobs(values, [1], 0, Letters())[0].top == ()
+    assert len(top_logprobs(values, [1], 20, Letters())[0].top) == 3
 
 
 @pytest.mark.parametrize(
@@ -322,9 +322,9 @@ def test_a_part_of_a_character_keeps_its_bytes(piece: str, decoded: str, text: s
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 2**32), st.integers(0, V), st.integers(0, V - 1))
 def test_top_logprobs_agree_with_sorting(seed: int, n: int, token: int) -> None:
-    values = logprobs(seed=seed)[0]
-    found = top_logprobs(values, token, n, Letters100())
-    rows: Any = values.tolist()
+    values = logprobs(seed=seed)
+    (found,) = top_logprobs(values, [token], n, Letters100())
+    rows: Any = values[0].tolist()
     best = sorted(range(V), key=lambda i: -rows[i])[:n]
     assert [i for _, i, _ in found.top] == best
     assert found.logprob == pytest.approx(rows[token])

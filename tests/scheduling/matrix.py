@@ -26,7 +26,6 @@ from mlxcache.model.weights import BaseUse, Weights, is_resident
 from mlxcache.prompt.marks import MARK_DISTANCE
 from mlxcache.residency.residency import Residency, Rounds
 from mlxcache.residency.resident import Resident
-from mlxcache.scheduling.decoder import Drawn
 from mlxcache.scheduling.task import Output, Task
 from mlxcache.tree.budget import Budget
 from mlxcache.types import TokenLogprob
@@ -216,9 +215,9 @@ class Checked(Bench):
         output = super().prepare_output(task)
         said = self.said.setdefault(task.record.id, [])
 
-        def keep(drawn: Drawn) -> TokenLogprob:
-            said.append(np.array(drawn.logprobs.astype(mx.float32)))
-            return TokenLogprob("", drawn.token, 0.0)
+        def keep(logprobs: mx.array, tokens: Sequence[int]) -> list[TokenLogprob]:
+            said.append(np.array(logprobs[0].astype(mx.float32)))
+            return [TokenLogprob("", tokens[0], 0.0)]
 
         return replace(output, logprob=keep)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from mlxcache.engine.engine import Engine
 from mlxcache.model.lineage import Lineage
 from mlxcache.model.mlx_lm_format import PromptCacheFile
 from mlxcache.model.vision import Rows, Vision
-from mlxcache.scheduling.decoder import Drawn
 from mlxcache.scheduling.task import Task
 from mlxcache.sessions.files import PromptCacheExport
 from mlxcache.tree.budget import Budget
@@ -152,12 +151,13 @@ def test_the_first_log_probability_is_confirmed(toy: ToyMaker) -> None:
     bench = unlucky.bench
     prepare = bench.prepare_output
 
-    def logprob(drawn: Drawn) -> TokenLogprob:
+    def logprob(logprobs: mx.array, tokens: Sequence[int]) -> list[TokenLogprob]:
         reading.append(1)
-        value = drawn.logprobs[drawn.token] * 1
+        (token,) = tokens
+        value = logprobs[0, token] * 1
         mx.eval(value)
         reading.pop()
-        return TokenLogprob(str(drawn.token), drawn.token, value.item())  # type: ignore[arg-type]
+        return [TokenLogprob(str(token), token, value.item())]  # type: ignore[arg-type]
 
     bench.prepare_output = lambda task: replace(prepare(task), logprob=logprob)  # type: ignore[method-assign]
     ids = tokens(np.random.default_rng(16), 100)

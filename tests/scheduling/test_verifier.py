@@ -21,7 +21,7 @@ from mlxcache.model.lineage import Lineage
 from mlxcache.model.load import ModelSpec, load
 from mlxcache.model.pair import Pair
 from mlxcache.scheduling import scheduler
-from mlxcache.scheduling.decoder import DecoderRow, Drawn
+from mlxcache.scheduling.decoder import DecoderRow
 from mlxcache.scheduling.speculation import Conversations, HistoryProposer
 from mlxcache.scheduling.task import Task
 from mlxcache.scheduling.verifier import Verifier
@@ -197,9 +197,11 @@ def test_log_probabilities_are_those_of_each_token(
         bench.run(until=lambda task=task: task.output is not None)  # type: ignore[misc]
         seen: list[tuple[int, np.ndarray]] = []
 
-        def note(drawn: Drawn, seen: list[Any] = seen) -> TokenLogprob:
-            seen.append((drawn.token, np.asarray(drawn.logprobs)))
-            return TokenLogprob("", drawn.token, 0.0)
+        def note(
+            logprobs: mx.array, tokens: Sequence[int], seen: list[Any] = seen
+        ) -> list[TokenLogprob]:
+            seen.append((tokens[0], np.asarray(logprobs[0])))
+            return [TokenLogprob("", tokens[0], 0.0)]
 
         assert task.output is not None
         task.output = replace(task.output, logprob=note)

@@ -6,9 +6,12 @@ import re
 from typing import Any
 
 import anthropic
+import mlx.core as mx
 import openai
 import pytest
+from mlx_lm import load as mlx_lm_load
 
+from tests.conftest import ToyMaker
 from tests.server.api import Api, user, words
 
 
@@ -130,6 +133,47 @@ class TestLogprobs:
             parts = streamed[choice.index]["logprobs"]
             assert [t for part in parts for t in part.tokens] == found.tokens
             assert [at for part in parts for at in part.text_offset] == found.text_offset
+
+    @pytest.mark.parametrize("tokens", [0, 1])
+    def test_of_a_prompt_they_are_those_of_a_forward_pass_of_all_of_it(
+        self, client: openai.OpenAI, llama: Api, toy: ToyMaker, tokens: int
+    ) -> None:
+        """Whether or not its KV is cached; nothing of the request is kept."""
+        model, tokenizer = mlx_lm_load(str(toy("llama")))
+        told = ["A list of things", words(720, 120)]
+        ids = [tokenizer.encode(one) for one in told]
+        body: dict[str, Any] = {"model": "m", "max_tokens": tokens, "temperature": 0}
+        client.completions.create(prompt=told[1], **body | {"max_tokens": 1})
+        before = llama.http.get("/v1/cache").json()["tokens"]["cached"]
+        asked: list[Any] = [told, ids, told[0], ids[0]]
+        for prompt in asked:
+            wishes = body | {"prompt": prompt, "echo": True, "logprobs": 2}
+            reply = client.completions.create(**wishes)
+            streamed = gathered(client.completions.create(**wishes, stream=True))
+            assert len(reply.choices) == (2 if prompt in (told, ids) else 1)
+            assert reply.usage is not None
+            assert reply.usage.completion_tokens == tokens * len(reply.choices)
+            for choice in reply.choices:
+                found: Any = choice.logprobs
+                fed = ids[choice.index]
+                rows = mx.softmax(model(mx.array([fed]))[0].astype(mx.float32), axis=-1)
+                right = [mx.log(rows[i, t]).item() for i, t in enumerate(fed[1:])]
+                assert choice.text.startswith(told[choice.index])
+                assert choice.finish_reason == "length"
+                assert found.token_logprobs[0] is found.top_logprobs[0] is None
+                assert found.token_logprobs[1 : len(fed)] == pytest.approx(right, abs=2e-4)
+                assert len(found.tokens) == len(fed) + tokens
+                for token, at in zip(found.tokens, found.text_offset, strict=True):
+                    assert token.startswith("bytes:") or choice.text.startswith(token, at)
+                for value, top in zip(
+                    found.token_logprobs[1:], found.top_logprobs[1:], strict=True
+                ):
+                    assert value <= max(top.values()) + 1e-6
+                    assert 2 <= len(top) <= 3
+                parts = streamed[choice.index]["logprobs"]
+                assert [t for part in parts for t in part.tokens] == found.tokens
+                assert [v for part in parts for v in part.token_logprobs] == found.token_logprobs
+        assert llama.http.get("/v1/cache").json()["tokens"]["cached"] == before
 
     def test_those_of_a_stop_string_are_left_out(self, client: openai.OpenAI) -> None:
         body: dict[str, Any] = {
