@@ -509,13 +509,17 @@ class ModelRuntime:
         closing, limit, tools = self._closing, job.thinking_budget, bool(job.tools)
         if job.raw or closing is None:
             return None
-        if limit == 0 and not job.prompt.thinking_open:
-            if closing.is_closed_by(job.prompt.fed):
+        opened, reopens = job.prompt.thinking_open, True
+        if limit == 0:
+            if not opened and closing.is_closed_by(job.prompt.fed):
                 return None
             if len(closing.opening) == 1:
                 processors.append(not_before(math.inf, closing.opening))
-                return None
-        return ThinkingBudget(closing, self.loaded.tokenizer, limit, tools=tools)
+                if not opened:
+                    return None
+                reopens = False
+        tokenizer = self.loaded.tokenizer
+        return ThinkingBudget(closing, tokenizer, limit, tools=tools, reopens=reopens)
 
     def _end_request(self, task: Task) -> None:
         """Add a request that is over to the metrics, before its client is told. MLX thread only.

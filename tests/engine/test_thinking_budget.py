@@ -269,6 +269,19 @@ async def test_a_draft_keeps_the_budget(
             assert last.generated_tokens == TOKENS
 
 
+async def test_guesses_are_checked_after_thinking_that_is_off(
+    model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mlxcache.engine.runtime.measure_passes", lambda *_: CHEAP_CURVES)
+    first, path = [user("Tell me about trees.")], model("think")
+    said = []
+    for speculate in ("off", "auto"):
+        async with running("think", path, tmp_path, speculate=speculate) as engine:
+            said += [(await ask(engine, first, f"{n}", 0, max_tokens=160))[1] for n in range(2)]
+            assert (engine.figures()["tokens"]["accepted"] > 40) is (speculate == "auto")
+    assert len(set(said)) == 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 async def test_guesses_change_nothing_of_a_budget(

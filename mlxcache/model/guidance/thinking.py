@@ -330,14 +330,23 @@ class ThinkingBudget:
 
     `limit`: maximum number of tokens in all think blocks together, exceeded by `MOST_WAITING`
     tokens at most; with None there is no limit until `end` is called. `tools`: the reply's
-    calls are parsed.
+    calls are parsed. `reopens`: another block may follow the one that is open.
     """
 
-    def __init__(self, closing: ThinkEnd, tokenizer: Any, limit: int | None, *, tools: bool):
+    def __init__(
+        self,
+        closing: ThinkEnd,
+        tokenizer: Any,
+        limit: int | None,
+        *,
+        tools: bool,
+        reopens: bool = True,
+    ):
         self._closing = closing
         self._tokenizer = tokenizer
         self._limit = math.inf if limit is None else limit
         self._tools = tools
+        self._reopens = reopens
         self._recent: deque[int] = deque(maxlen=_RECENT)
         self._since = -1  # tokens since the end was asked for; -1: it was not
         least = max(LEAST_FOR_WORDS, 2 * len(closing.words))
@@ -356,14 +365,17 @@ class ThinkingBudget:
             if self._since <= len(self._ids) + AHEAD + MOST_WAITING + 2:
                 return None
             # what looked like the end of the block was not
-        elif not thinking or used < self._limit - self._within - AHEAD:
+        elif not (thinking and self._spent(used)):
             return None
         self._since = 0
         return self._start
 
     def may_steer(self, used: int, within: int) -> bool:
         """Return whether the guide may change within the next `within` tokens of thinking."""
-        return self._since >= 0 or used + within >= self._limit - self._within - AHEAD
+        return self._since >= 0 or self._spent(used + within)
+
+    def _spent(self, used: int) -> bool:
+        return self._reopens and used >= self._limit - self._within - AHEAD
 
     def begin(self, guide: Guide | None) -> Guide | None:
         """Return the guide of a reply that begins inside a think block."""
