@@ -372,15 +372,16 @@ class Task:
     def score(self, at: int, logits: mx.array) -> None:
         """Record the log-probabilities of the prompt's tokens after position `at`, if requested.
 
-        `logits`: of the positions from `at` on, shape (n, vocabulary). Blocks until computed.
+        `logits`: of the positions from `at` on, shape (1, n, vocabulary). Blocks until computed.
         """
         output = self.output
         if output is None or output.logprob is None or not output.scores:
             return
-        tokens = self.fed[at + 1 : at + 1 + len(logits)].tolist()
-        logprobs, finite = normalised(logits[: len(tokens)].astype(mx.float32))
-        if tokens:
-            output.scores[at + 1 :] = output.logprob(logprobs, tokens)
+        tokens = self.fed[at + 1 : at + 1 + logits.shape[1]].tolist()
+        if not tokens:
+            return
+        logprobs, finite = normalised(logits[0, : len(tokens)].astype(mx.float32))
+        output.scores[at + 1 :] = output.logprob(logprobs, tokens)
         if not mx.all(finite).item():
             raise NonFiniteOutput
 

@@ -140,17 +140,18 @@ class TestLogprobs:
     ) -> None:
         """Whether or not its KV is cached; nothing of the request is kept."""
         model, tokenizer = mlx_lm_load(str(toy("llama")))
-        told = ["A list of things", words(720, 120)]
+        told = ["A list of things", words(720, 120), "A"]
         ids = [tokenizer.encode(one) for one in told]
         body: dict[str, Any] = {"model": "m", "max_tokens": tokens, "temperature": 0}
         client.completions.create(prompt=told[1], **body | {"max_tokens": 1})
         before = llama.http.get("/v1/cache").json()["tokens"]["cached"]
+        assert len(ids[2]) == 1
         asked: list[Any] = [told, ids, told[0], ids[0]]
         for prompt in asked:
             wishes = body | {"prompt": prompt, "echo": True, "logprobs": 2}
             reply = client.completions.create(**wishes)
             streamed = gathered(client.completions.create(**wishes, stream=True))
-            assert len(reply.choices) == (2 if prompt in (told, ids) else 1)
+            assert len(reply.choices) == (3 if prompt in (told, ids) else 1)
             assert reply.usage is not None
             assert reply.usage.completion_tokens == tokens * len(reply.choices)
             for choice in reply.choices:
