@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
 from mlxcache.api.http import Deps
+from mlxcache.api.models import prefetching
 from mlxcache.api.operation import Operation
 from mlxcache.errors import NotFound
 
@@ -65,9 +66,9 @@ FILES = _files()
 """Content type and content of each file by its URL path."""
 
 
-async def lead_to_page(_: Deps, request: Request) -> Response:
+async def lead_to_page(deps: Deps, request: Request) -> Response:
     """Redirect to the dashboard, so that the server's bare address can be opened in a browser."""
-    return RedirectResponse(PAGE)
+    return RedirectResponse(PAGE, background=prefetching(deps))
 
 
 async def docs(deps: Deps, request: Request) -> Response:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
+from starlette.background import BackgroundTask
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -145,8 +146,11 @@ def refuse_owners(why: str) -> None:
         raise HTTPException(403, f"this server has several keys, and {why}")
 
 
-def json_response(body: Any, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(body), status, media_type="application/json")
+def json_response(
+    body: Any, status: int = 200, background: BackgroundTask | None = None
+) -> Response:
+    encoded = msgspec.json.encode(body)
+    return Response(encoded, status, media_type="application/json", background=background)
 
 
 # -- headers ---------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
+from starlette.background import BackgroundTask, BackgroundTasks
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -33,7 +34,13 @@ async def models(deps: Deps, request: Request) -> Response:
     else:
         page = {"object": "list", "data": _listed(deps)}
     ids = [one["id"] for one in page["data"]] or [None]
-    return json_response(page | {"has_more": False, "first_id": ids[0], "last_id": ids[-1]})
+    page |= {"has_more": False, "first_id": ids[0], "last_id": ids[-1]}
+    return json_response(page, background=prefetching(deps))
+
+
+def prefetching(deps: Deps) -> BackgroundTasks:
+    """Return what follows a client's first request: its conversation is read from disk."""
+    return BackgroundTasks([BackgroundTask(engine.prefetch) for engine in deps.models.engines])
 
 
 def _infos(deps: Deps) -> list[ModelInfo]:

@@ -459,6 +459,19 @@ class Engine:
         if not await self.call(lambda runtime: unload(runtime.scheduler)):
             raise Busy("Requests of this model are running: try again when they have ended.")
 
+    async def prefetch(self) -> None:
+        """Have the newest conversation of the current API key read from disk before it goes on.
+
+        Only while no request runs, and into free memory. Returns before it is read.
+        """
+        if self.state != "ready" or self._requests or self.settings.no_anticipate:
+            return
+        try:
+            ids = await self.book.newest_conversation()
+            await self.call(lambda runtime: runtime.scheduler.idle_prefill.restore(ids))
+        except MlxcacheError as error:  # no client waits for it
+            log.debug("model %s: nothing is read from disk ahead: %s", self.label, error)
+
     @property
     def ranks(self) -> Mapping[str, Any] | None:
         return self._ranks.figures() if self._ranks and self._runtime else None

@@ -2,7 +2,8 @@
 
 A chat template may drop or move thinking, or close a turn differently from the model. The client's
 next prompt then diverges from the cached KV. The difference is computed before the client sends its
-next turn; `prompt.next_turn` describes how the turn is rendered.
+next turn; `prompt.next_turn` describes how the turn is rendered. A conversation that only the disk
+holds is read into RAM.
 """
 
 from __future__ import annotations
@@ -18,15 +19,16 @@ from functools import partial
 from mlxcache.cache.checkpoints import stops
 from mlxcache.cache.kv_cache import KVCache
 from mlxcache.cache.main_conversation import CacheHints
+from mlxcache.cache.restore import DiskLookup
 from mlxcache.common_prefix import common_length
-from mlxcache.errors import MlxcacheError
+from mlxcache.errors import MlxcacheError, StoreError
 from mlxcache.prompt.builder import PromptBuilder
 from mlxcache.prompt.chat_prompt import ChatPrompt
 from mlxcache.prompt.next_turn import append_reply
 from mlxcache.scheduling.prefill import IDLE_S, Prefill
 from mlxcache.scheduling.task import Task, for_owner
 from mlxcache.scheduling.wall import Wall
-from mlxcache.types import WARMING, Job, Piece, Prompt, RequestRecord, Tokens
+from mlxcache.types import WARMING, Job, Piece, Prompt, RequestRecord, Tokens, join_ids
 
 log = logging.getLogger("mlxcache.engine")
 
@@ -60,7 +62,9 @@ class NextTurn:
 
 
 class IdlePrefill:
-    """Computes anticipated turns, the newest first, using only free memory. MLX thread only.
+    """Computes anticipated turns, or restores them, using only free memory. MLX thread only.
+
+    The newest turn is the first.
 
     `tokens`: number of tokens computed in advance so far. `used`: those that requests reused later.
     """
@@ -75,17 +79,36 @@ class IdlePrefill:
 
     def add(self, prompt: Prompt, before: Tokens) -> None:
         """Queue `prompt`, which continues the conversation `before`, to be computed."""
-        job = Job("ahead", prompt, api=WARMING)
-        record = RequestRecord(job.id, None, "", None, "prefill", 0.0, len(prompt.ids))
         self.pause()
-        self._turns.append(NextTurn(Task(job, lambda event: None, record), before))
+        self._turns.append(NextTurn(_task(prompt), before))
+
+    def restore(self, conversation: Tokens) -> None:
+        """Look `conversation` up on disk, to restore what RAM lacks of it before it goes on.
+
+        A request that comes meanwhile ends this: it restores what it needs.
+        """
+        if any(len(conversation) == common_length(t.before, conversation) for t in self._turns):
+            return
+        task = _task(Prompt(join_ids(conversation, conversation[:1])))
+        known = self._kv.reusable(task.ids)
+        if task.target - known >= self._kv.min_unknown:
+            task.await_lookup(self._kv.look_up(task.ids, known))
+        if task.lookup is not None:
+            self.pause()
+            self._turns.append(NextTurn(task, conversation))
 
     @property
     def ready(self) -> bool:
         """True if `step` can make progress now, or is to release memory for another model."""
         if self._kv.waits.others_wait:
             return self._leased
-        return bool(self._turns) and not (self._turns[-1].blocked and self._kv.writing)
+        return bool(self._turns) and self._can_advance(self._turns[-1])
+
+    def _can_advance(self, turn: NextTurn) -> bool:
+        lookup, lease = turn.task.lookup, turn.task.lease
+        if lookup is None:
+            return not (turn.blocked and self._kv.writing)
+        return lookup.found and (lease is None or self._kv.can_restore(lease, lookup))
 
     @property
     def _leased(self) -> bool:
@@ -109,7 +132,11 @@ class IdlePrefill:
         except Exception as error:  # noqa: BLE001 - logged by the wall
             kv, task = self._kv, turn.task
             what = f"computing the next turn in advance failed: prompt of {len(task.ids)} tokens"
-            self._wall.contain(error, f"model {kv.label}: {what}")
+            what = f"model {kv.label}: {what}"
+            if isinstance(error, StoreError | OSError):
+                log.warning("%s: %s", what, error)
+            else:
+                self._wall.contain(error, what)
             if task.lease is not None:
                 kv.abandon(task.give_up_lease())
             return False
@@ -118,6 +145,9 @@ class IdlePrefill:
         task = turn.task
         if task.lease is None and not self._start(turn):
             return turn.blocked
+        if task.lookup is not None:
+            done = self._kv.restore(task.held, task.lookup)
+            return not (done and self._release(task))
         began = task.held.length
         self._prefill.feed_chunk(task, IDLE_S)
         self.tokens += task.held.length - began
@@ -128,6 +158,8 @@ class IdlePrefill:
     def _start(self, turn: NextTurn) -> bool:
         """Acquire a lease for a turn; return False if that is not worthwhile or memory is full."""
         task, kv = turn.task, self._kv
+        if task.lookup is not None:
+            return self._start_restore(task, task.lookup)
         was_blocked, turn.blocked = turn.blocked, False
         if kv.layout.opaque:
             _end_at_mark(task)
@@ -144,9 +176,17 @@ class IdlePrefill:
         turn.blocked = kv.writing and not was_blocked  # else it is given up
         return False
 
-    def _acquire(self, task: Task) -> bool:
-        kv = self._kv
-        lease = kv.acquire(task.ids, 0, hints=CacheHints.of(task.job), evict="no")
+    def _start_restore(self, task: Task, lookup: DiskLookup) -> bool:
+        if not lookup.target or not self._acquire(task, lookup.target):
+            return False
+        if task.restoring and task.held.cached >= lookup.known:
+            return True
+        self._kv.release(task.give_up_lease())  # a request changed what RAM holds of it
+        return False
+
+    def _acquire(self, task: Task, planned: int = 0) -> bool:
+        kv, hints = self._kv, CacheHints.of(task.job)
+        lease = kv.acquire(task.ids, 0, planned=planned, hints=hints, evict="no")
         if lease is None:
             return False
         if kv.layout.opaque and kv.budget.free < kv.layout.checkpoint_bytes:
@@ -165,11 +205,12 @@ class IdlePrefill:
         With a remote, a complete turn is written to disk: the conversation may continue elsewhere.
         """
         lease = task.held
-        self._kv.commit(lease, task.ids, checkpoint=True)
-        if self._kv.is_shared and not task.remaining:
-            self._kv.persist(lease, task.ids, whole=True)
-        if lease.length > lease.cached:
-            self._computed.append((task.ids[: lease.length], lease.cached))
+        if task.lookup is None:
+            self._kv.commit(lease, task.ids, checkpoint=True)
+            if self._kv.is_shared and not task.remaining:
+                self._kv.persist(lease, task.ids, whole=True)
+            if lease.length > lease.cached:
+                self._computed.append((task.ids[: lease.length], lease.cached))
         self._kv.release(lease)
         task.give_up_lease()
         return True
@@ -188,8 +229,10 @@ class IdlePrefill:
     def pause(self) -> None:
         """Commit what was computed and release all leases; requests can use their memory."""
         for turn in list(self._turns):
-            leased = turn.task.lease is not None
-            if leased and not self._guard(turn, partial(self._release, turn.task)):
+            task = turn.task
+            done = task.lease is None or self._guard(turn, partial(self._release, task))
+            if not done or task.lookup is not None:
+                task.drop_lookup()
                 self._turns.remove(turn)
 
     def note_use(self, task: Task) -> None:
@@ -205,6 +248,12 @@ class IdlePrefill:
     def clear(self) -> None:
         self.pause()
         self._turns.clear()
+
+
+def _task(prompt: Prompt) -> Task:
+    job = Job("ahead", prompt, api=WARMING)
+    record = RequestRecord(job.id, None, "", None, "prefill", 0.0, len(prompt.ids))
+    return Task(job, lambda event: None, record)
 
 
 def _end_at_mark(task: Task) -> None:

@@ -30,7 +30,7 @@ from mlxcache.store.sessions import ID, LeafChanged, Session, Sessions, id_of
 from mlxcache.store.snapshot_format import SessionInfo
 from mlxcache.store.snapshots import SnapshotExport, read_origin
 from mlxcache.store.store import Store
-from mlxcache.types import Job, Tokens
+from mlxcache.types import NO_TOKENS, Job, Tokens
 
 log = logging.getLogger("mlxcache.engine")
 
@@ -40,6 +40,9 @@ SETTLE_S = 10.0
 
 MEASURED_AT_ONCE = 100
 """Sessions whose token ids may be in memory at once, to measure what RAM holds of them."""
+
+RECENT = 20
+"""Sessions of all models, those used last, among which a model's newest conversation is found."""
 
 Learn = Callable[[Mapping[str | None, Sequence[ReplyRow]]], None]
 """Callable that gets new replies by owner, oldest first, on a worker thread."""
@@ -350,6 +353,17 @@ class ModelSessions:
 
     async def info(self, id: str) -> SessionInfo:
         return await self.writer.read(lambda: self.writer.table.info(id, OWNER.get()))
+
+    async def newest_conversation(self) -> Tokens:
+        """Return the main leaf of this model's session that was used last; empty if none is new."""
+
+        def find() -> Tokens:
+            table = self.writer.table
+            own = (one for one in table.all(RECENT, OWNER.get()) if one.namespace == self.namespace)
+            leaves = (table.leaves(one.id) for one in own)
+            return next((found[0].ids for found in leaves if found), NO_TOKENS)
+
+        return await self.writer.read(find)
 
     async def with_ram(self, listed: Sequence[Listed]) -> Sequence[Listed]:
         """Add the KV that this model's RAM holds to each one's `ram`; may raise LeafChanged."""

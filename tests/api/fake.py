@@ -179,6 +179,7 @@ class FakeEngine:
         self.cached_tokens = 0
         self.restored_tokens = 0
         self.queue_s = 0.0
+        self.prefetched = 0
         self.render_error: Exception | None = None
         self.submit_error: Exception | None = None
         self.chats: list[Chat] = []
@@ -189,6 +190,9 @@ class FakeEngine:
         self.streams: list[FakeStream] = []
         self.records: list[RequestRecord] = []
         self.tally = Tally()
+
+    async def prefetch(self) -> None:
+        self.prefetched += 1
 
     async def find_obstacle(self) -> str | None:
         """Return that nothing is wrong with the files."""

@@ -108,7 +108,7 @@ async def test_of_a_model_that_was_never_loaded_the_name_is_told(engine: FakeEng
     described = [{"label": "main", "state": "loaded"}, {"label": "idle", "state": "never"}]
     models = SimpleNamespace(
         default=engine,
-        engines=[engine, SimpleNamespace(info=None)],
+        engines=[engine, SimpleNamespace(info=None, prefetch=engine.prefetch)],
         find=lambda name: SimpleNamespace(info=None) if name == "idle" else engine,
         describe=lambda: described,
     )
@@ -117,6 +117,7 @@ async def test_of_a_model_that_was_never_loaded_the_name_is_told(engine: FakeEng
         listed = (await client.get("/v1/models")).json()
         assert [one["id"] for one in listed["data"]] == ["main", "idle"]
         assert (listed["first_id"], listed["last_id"]) == ("main", "idle")
+        assert engine.prefetched == len(models.engines)
         told = (await client.get("/v1/models/idle")).json()
         assert (told["id"], told["state"]) == ("idle", "never")
         assert "context_length" not in told

@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
+from mlxcache.api.app import create_app
 from mlxcache.engine.engine import Engine
 from mlxcache.scheduling.anticipate import MAX_UNUSED
 from mlxcache.scheduling.task import Task
@@ -25,8 +27,10 @@ from mlxcache.types import (
     Text,
     Thinking,
     ToolCall,
+    join_ids,
     token_ids,
 )
+from tests.api.fake import OneModel
 from tests.conftest import ToyMaker
 from tests.engine.running import settled, started
 from tests.scheduled import Bench, admitted
@@ -153,6 +157,35 @@ async def test_what_was_used_of_it_is_counted(toy: ToyMaker, tmp_path: Path):
         await talk.user()
         await settled(engine)
         assert 0 < engine.figures()["anticipated"]["used_tokens"] <= first["tokens"]
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_a_listing_of_models_restores_the_conversation_that_goes_on(
+    toy: ToyMaker, tmp_path: Path, family: str, waits: bool
+) -> None:
+    """The first request after a restart finds it in RAM, or restores what is not read yet."""
+    model = toy(family)
+    async with started(model, tmp_path, disk="1GB") as engine:
+        talk = Talk(engine)
+        await talk.user(600, tokens=9)
+        await engine.book.settled()
+    async with started(model, tmp_path, disk="1GB") as engine:
+        transport = httpx.ASGITransport(create_app(OneModel(engine)))  # type: ignore[arg-type]
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            for request in ("GET /v1/models", "HEAD /"):
+                assert (await client.request(*request.split(" "))).status_code in (200, 307)
+        ids = await engine.book.newest_conversation()
+        known = join_ids(ids, ids[:1])
+        while waits and await engine.call(lambda core: core.kv.reusable(known)) < len(ids):
+            pass  # each call lets the thread go on
+        talk.engine = engine
+        record = await talk.user(tokens=9)
+        assert record.cached_tokens >= len(ids) - MORE > 600
+        assert record.cached_tokens + record.fed_tokens == record.prompt_tokens
+        assert not (waits and record.restored_tokens)
+        assert engine.figures()["anticipated"] == {"tokens": 0, "used_tokens": 0}
+        await engine.call(lambda core: core.scheduler.check_integrity())
 
 
 async def test_a_cancelled_reply_is_not_gone_on_with(toy: ToyMaker, tmp_path: Path):
