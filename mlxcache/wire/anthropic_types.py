@@ -181,7 +181,7 @@ class Tool(Struct):
 
 
 class ToolChoice(Struct):
-    type: str
+    type: Annotated[str, checked(enum=["auto", "any", "tool", "none"])]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
@@ -193,7 +193,7 @@ class ThinkingConfig(Struct):
 
 
 class Format(Struct):
-    type: str
+    type: Annotated[str, checked(const="json_schema")]
     schema: dict[str, Any] | None = None
 
 

@@ -91,7 +91,7 @@ def check_generation(body: types.Generation) -> None:
     echoes = isinstance(body, types.TextRequest)
     for name in types.UnsupportedFields.__struct_fields__:
         value = None if echoes and name == "echo" else getattr(body, name)
-        if value not in types.harmless(name):
+        if not types.is_harmless(name, value):
             instead = _INSTEAD.get(name, "")
             raise Unsupported(f"`{name}` is not supported{instead}.", param=name)
 

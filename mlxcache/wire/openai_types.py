@@ -26,6 +26,7 @@ def checked(**schema: Any) -> Meta:
 
 
 Unit = Annotated[float, Meta(ge=0, le=1)]
+Repetition = Annotated[float, Meta(gt=0, le=100), checked(minimum=0.01)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Limit = Annotated[int, checked(minimum=-1, **{"not": {"const": 0}})]
 """Maximum tokens of a reply; -1 for no limit."""
@@ -271,6 +272,11 @@ def harmless(name: str) -> tuple[Any, ...]:
     return _NEUTRAL.get(name, _HARMLESS)
 
 
+def is_harmless(name: str, value: Any) -> bool:
+    found = [one for one in harmless(name) if one == value]
+    return any(isinstance(one, bool) == isinstance(value, bool) for one in found)
+
+
 class Generation(UnsupportedFields, kw_only=True):
     """Fields of requests to all OpenAI endpoints: sampling, limits, formats and streaming."""
 
@@ -289,8 +295,8 @@ class Generation(UnsupportedFields, kw_only=True):
     top_p: Unit | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     min_p: Unit | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
-    repeat_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    repetition_penalty: Repetition | None = None
+    repeat_penalty: Repetition | None = None
     repetition_context_size: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     repeat_last_n: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     xtc_probability: Unit | None = None
