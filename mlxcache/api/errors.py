@@ -154,7 +154,7 @@ async def _handle(request: Request, error: Exception) -> Response:
 
 _NOT_SERVED = re.compile(
     r"/v1/(?:assistants|audio|batches|complete|containers|conversations|embeddings|evals|files"
-    r"|fine_tuning|images|messages/batches|moderations|organizations|realtime|rerank|responses/compact"
+    r"|fine_tuning|images|messages/batches|moderations|organizations|realtime|rerank"
     r"|skills|threads|uploads|vector_stores|videos)(?:/|$)"
 )
 """URL paths of OpenAI's and Anthropic's APIs, and of rerankers, that this server lacks.

@@ -105,6 +105,9 @@ _ANSWERS: Mapping[str, Schema] = {
         output=_LIST,
         metadata={"type": "object"},
     ),
+    "Compaction": _object(
+        id=_TEXT, object=_constant("response.compaction"), created_at=_COUNT, output=_LIST
+    ),
     "Message": _object(
         id=_TEXT,
         type=_constant("message"),

@@ -1,4 +1,4 @@
-"""Endpoints of OpenAI's Responses API: create, retrieve, delete, cancel, list input items.
+"""Endpoints of OpenAI's Responses API: create, compact, retrieve, delete, cancel, list input items.
 
 Source: https://platform.openai.com/docs/api-reference/responses.
 """
@@ -39,6 +39,7 @@ from mlxcache.wire.responses_reply import (
     ResponseWriter,
     make_response,
     response_of_item,
+    summarised,
 )
 from mlxcache.wire.responses_types import RawItem, ResponsesRequest, is_reference
 from mlxcache.wire.titles import title_from_messages
@@ -72,6 +73,18 @@ async def count_input_tokens(deps: http.Deps, request: Request) -> Response:
     chat = wire.to_chat(body, talk, tools, images=http.accepts_images(deps))
     prompt = await deps.engine.render(chat)  # without a session: a count is not a turn
     return http.json_response({"object": "response.input_tokens", "input_tokens": len(prompt.ids)})
+
+
+async def compact_response(deps: http.Deps, request: Request) -> Response:
+    """Summarise a conversation. Its next request has the items of `output` in place of it.
+
+    They are its user messages, and the summary in an opaque form.
+    """
+    body = await http.read_json(request, ResponsesRequest, deps)
+    wire.check_supported(body)
+    if not (body.input or body.previous_response_id):
+        raise BadRequest("`input` is empty: there is nothing to summarise.", param="input")
+    return await CompactExchange(deps, request, wire.ask_for_summary(body)).answer()
 
 
 async def _continued(deps: http.Deps, body: ResponsesRequest) -> wire.Conversation:
@@ -169,7 +182,7 @@ class ResponseExchange(Exchange):
         response = make_response(self.id, model, body, to_sampling(body), self._tools)
         whole = self._format is not None or self._use.choice.required
         self._writer = ResponseWriter(response, body, self._tools, whole=whole)
-        self._items: Sequence[RawItem] = ()
+        self._talk = wire.Conversation(())
         self._has_begun = self._is_cancelled = False
 
     @property
@@ -189,8 +202,7 @@ class ResponseExchange(Exchange):
 
     async def jobs(self) -> list[Job]:
         body, deps, info = self._body, self.deps, http.require_model(self.deps)
-        talk = await _continued(deps, body)
-        self._items = list(talk.items[talk.stored :])
+        talk = self._talk = await _continued(deps, body)
         chat = wire.to_chat(body, talk, self._tools, images=http.accepts_images(deps))
         stop, sampling = read_stop_strings(body), to_sampling(body)
         max_tokens = read_max_tokens(body, deps.settings.default_max_tokens)
@@ -291,13 +303,30 @@ class ResponseExchange(Exchange):
             previous=response["previous_response_id"] or None,  # "" continues none
             created_at=time.time(),
             body=msgspec.json.encode(response),
-            items=msgspec.json.encode(self._items),
+            items=msgspec.json.encode(self._talk.items[self._talk.stored :]),
         )
         try:
             await self.deps.engine.book.save_response(stored)
         except (StoreError, Busy) as error:
             log.warning("%s: response not stored: %s", self.arrival.id, error)
             response["store"] = False
+
+
+class CompactExchange(ResponseExchange):
+    """A request for a summary: its last item asks for it. The response is not stored."""
+
+    async def whole(self) -> Payload:
+        response = await super().whole()
+        own = self.id.removeprefix(PREFIX)
+        said = [
+            {"id": f"{INPUT_PREFIX}{own}_{i}", **_with_parts(item)}
+            for i, item in enumerate(self._talk.items[:-1])
+            if item.get("role") == "user"
+        ]
+        summary = {"type": "compaction", "id": f"cmp_{own}"}
+        summary["encrypted_content"] = summarised(response)
+        kept = {name: response[name] for name in ("id", "created_at", "usage")}
+        return {**kept, "object": "response.compaction", "output": [*said, summary]}
 
 
 async def with_silences(events: AsyncIterable[T], seconds: float) -> AsyncGenerator[T | None, None]:
@@ -430,6 +459,7 @@ ENDPOINTS = {
     "POST /v1/responses": Operation(
         create_response, ResponsesRequest, "Response", types=(JSON, EVENTS)
     ),
+    "POST /v1/responses/compact": Operation(compact_response, ResponsesRequest, "Compaction"),
     "POST /v1/responses/input_tokens": Operation(
         count_input_tokens, ResponsesRequest, "InputTokens"
     ),

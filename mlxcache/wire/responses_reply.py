@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from mlxcache.errors import GenerationFailed
 from mlxcache.types import Event, Finished, Piece, Sampling, Text, Thinking, TokenLogprob, ToolCall
 from mlxcache.wire import responses_types as types
 from mlxcache.wire.openai_reply import write_logprobs
@@ -76,6 +77,18 @@ def make_response(
         "user": body.user,
         "metadata": metadata,
     }
+
+
+def summarised(response: Payload) -> str:
+    """Return the text of a whole response in the form that an item `compaction` has.
+
+    Raises GenerationFailed if it has no text.
+    """
+    messages = [item for item in response["output"] if item["type"] == "message"]
+    text = "".join(part["text"] for item in messages for part in item["content"]).strip()
+    if not text:
+        raise GenerationFailed("The model wrote no summary: try again, or use another model.")
+    return sign_thinking(text)
 
 
 def _tool_choice(body: types.ResponsesRequest) -> Any:

@@ -16,6 +16,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
+
 from mlxcache.errors import BadRequest, Unsupported
 from mlxcache.types import TEXTS, Chat, OutputFormat, ToolCall, ToolChoice
 from mlxcache.wire import openai_request as openai
@@ -172,6 +174,32 @@ def shorten(chat: Chat) -> list[Chat]:
     return [replace(chat, messages=[*first, *chat.messages[cut:]], keeps=()) for cut in cuts]
 
 
+SUMMARY = "Summary of this conversation so far, written by the assistant:"
+
+_ASK_FOR_SUMMARY = (
+    "Summarise this conversation, so that you can go on with the work from your summary and the "
+    "user's messages alone. State the goal, what was decided and why, what was done, which files, "
+    "names and commands matter, what is not done yet, and the next step. Answer with the summary "
+    "only, and call no tools."
+)
+
+
+def ask_for_summary(body: types.ResponsesRequest) -> types.ResponsesRequest:
+    """Return the request whose reply is a summary of the conversation of `body`.
+
+    Its prompt begins as that of the conversation's next turn, so it reuses the KV of the last one.
+    """
+    asking = {"type": "message", "role": "user", "content": _ASK_FOR_SUMMARY}
+    return msgspec.structs.replace(
+        body,
+        input=[*read_input(body), asking],
+        tool_choice="none",
+        text=None,
+        store=False,
+        stream=False,
+    )
+
+
 class _ChatWriter:
     """Builder of `messages`, those of a chat, from input items.
 
@@ -205,6 +233,8 @@ class _ChatWriter:
                 self._write_output(item, where)
             case types.Reasoning():
                 self._write_reasoning(item)
+            case types.Compaction():
+                self._write_summary(item, where)
 
     def _write_message(self, message: types.Message, where: str) -> None:
         if message.content is None:
@@ -262,6 +292,12 @@ class _ChatWriter:
         if item.call_id in self._names:
             message["name"] = self._names[item.call_id]
         self.messages.append(message)
+
+    def _write_summary(self, item: types.Compaction, where: str) -> None:
+        if not (summary := recover_thinking("", item.encrypted_content)):
+            message = "this summary is of another server, or not complete: it cannot be read."
+            raise wrong(f"{where}.encrypted_content", message)
+        self.messages.append({"role": "user", "content": f"{SUMMARY}\n\n{summary}"})
 
     def _write_reasoning(self, item: types.Reasoning) -> None:
         # The summary is left out, because the model did not write it.

@@ -73,7 +73,13 @@ class LocalShellCall(Struct):
     action: dict[str, Any] | None = None
 
 
-Item = Message | FunctionCall | CustomCall | CallOutput | Reasoning | LocalShellCall
+class Compaction(Struct):
+    """A summary in place of the conversation before it, from `POST /v1/responses/compact`."""
+
+    encrypted_content: str
+
+
+Item = Message | FunctionCall | CustomCall | CallOutput | Reasoning | LocalShellCall | Compaction
 
 ITEMS: Mapping[str, type[Item]] = {
     "message": Message,
@@ -84,6 +90,8 @@ ITEMS: Mapping[str, type[Item]] = {
     "local_shell_call": LocalShellCall,
     "local_shell_call_output": CallOutput,
     "reasoning": Reasoning,
+    "compaction": Compaction,
+    "compaction_summary": Compaction,  # as some versions of Codex call it
 }
 
 _REFERENCE = frozenset({"type", "id"})

@@ -13,6 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from mlxcache.cli.main import app
+from mlxcache.wire.responses_request import SUMMARY
+from mlxcache.wire.signatures import recover_thinking
 from tests.conftest import ToyMaker
 from tests.forked import served
 from tests.server.api import Api, until, words
@@ -53,6 +55,39 @@ def until_durable(api: Api) -> None:
         return bool(found["durable_tokens"] >= found["tokens"] - 1)
 
     until(durable, 60, lambda: api.http.get("/v1/sessions").text)
+
+
+def test_a_conversation_is_compacted_warm_and_goes_on_from_its_summary(llama: Api) -> None:
+    """The prompt is that of the next turn: it feeds the request for a summary alone."""
+    client = client_of(llama.url)
+    model: Any = {"model": "m", "max_output_tokens": 12}
+    head: Any = {"instructions": words(3, 300), "prompt_cache_key": "compacted"}
+    said: Any = [{"role": "user", "content": words(5, 60)}]
+    first = client.responses.create(input=said, **head, **model)
+    said += [*(item.to_dict() for item in first.output), {"role": "user", "content": "Go on."}]
+    last: Any = client.responses.create(input=said, **head, **model)
+    asked: Any = client.responses.compact(
+        input=said, model="m", extra_body={"max_output_tokens": 12}, **head
+    )
+    assert asked.object == "response.compaction"
+    *users, summary = asked.output
+    assert [item.content[0].text for item in users] == [words(5, 60), "Go on."]
+    assert summary.type == "compaction"
+    assert fed(asked) < 250 < last.usage.input_tokens
+    text = recover_thinking("", summary.encrypted_content)
+    assert text
+    goes_on: Any = [item.to_dict() for item in asked.output] + [
+        {"role": "user", "content": "Next."}
+    ]
+    plain: Any = client.responses.create(input=goes_on, **head, **model)
+    goes_on[2] = {"role": "user", "content": f"{SUMMARY}\n\n{text}"}
+    spelt: Any = client.responses.create(input=goes_on, **head, **model)
+    assert plain.usage.input_tokens == spelt.usage.input_tokens
+    others: Any = [{"type": "compaction", "encrypted_content": "gAAAA"}]
+    with pytest.raises(openai.BadRequestError, match="`input` is empty"):
+        client.responses.compact(model="m")
+    with pytest.raises(openai.BadRequestError, match="cannot be read"):
+        client.responses.create(input=others, **model)
 
 
 @pytest.mark.slow
