@@ -252,7 +252,8 @@ class Job:
     the first load of its model. `retry`: the client marked the request as a retry. `timeout_s`:
     seconds from submission until it ends in DeadlineExceeded. `choice`: index of this reply among
     those that one request of the client asked for. `speculate`: guesses from the conversation may
-    be checked. `response`: id under which the client can retrieve the reply.
+    be checked. `response`: id under which the client can retrieve the reply. `priority`: of its
+    owner's waiting requests, those with a higher one start first.
     """
 
     id: str
@@ -281,6 +282,7 @@ class Job:
     choice: int = 0
     speculate: bool = True
     response: str | None = None
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)

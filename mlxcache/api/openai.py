@@ -104,6 +104,7 @@ class Completions(Exchange):
         and so on. `more`: fields of `Envelope`.
         """
         body, n = self._generation, wire.read_choices(self._generation)
+        priority = wire.read_priority(body)
         usage = bool(body.stream_options and body.stream_options.include_usage)
         self._envelope = reply.Envelope(
             self.arrival.id.replace("req_", self.id_prefix),
@@ -115,7 +116,9 @@ class Completions(Exchange):
             **more,
         )
         made = [
-            replace(job, sampling=wire.of_choice(job.sampling, i)) for job in jobs for i in range(n)
+            replace(job, sampling=wire.of_choice(job.sampling, i), priority=priority)
+            for job in jobs
+            for i in range(n)
         ]
         return [
             replace(job, id=f"{job.id}-{i}", choice=i) if i else job for i, job in enumerate(made)

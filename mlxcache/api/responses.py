@@ -29,6 +29,7 @@ from mlxcache.types import Chat, Finished, Job, Progress
 from mlxcache.wire import responses_request as wire
 from mlxcache.wire.openai_request import (
     read_max_tokens,
+    read_priority,
     read_stop_strings,
     shows_stop,
     to_sampling,
@@ -214,6 +215,7 @@ class ResponseExchange(Exchange):
             await deps.engine.render(chat, session=self.arrival.session, stop=stop),
             began,
             sampling=sampling,
+            priority=read_priority(body),
             max_tokens=max_tokens,
             stop=stop,
             shows_stop=shows_stop(body),

@@ -6,7 +6,7 @@ only.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 
 from mlxcache.cache.checkpoints import stops
@@ -48,7 +48,7 @@ class FairQueue:
 
     At most `places` tasks are in progress at once, with one exception: if some session has two or
     more of them, one task of a session that has none may start too. There is no exception if
-    `places` is 1.
+    `places` is 1. Of the turns of one owner, its requests of the highest priority take the first.
     """
 
     def __init__(self, places: int):
@@ -64,7 +64,12 @@ class FairQueue:
             asker = asker_of(task.job)
             keyed.append(((rounds[asker], self._started.peek(asker) or 0, place), task))
             rounds[asker] += 1
-        return [task for _, task in sorted(keyed, key=lambda pair: pair[0])]
+        fair = [task for _, task in sorted(keyed, key=lambda pair: pair[0])]
+        own: defaultdict[str | None, list[Task]] = defaultdict(list)
+        for task in sorted(fair, key=lambda one: -one.job.priority):
+            own[task.job.owner].append(task)
+        turns = {owner: iter(tasks) for owner, tasks in own.items()}
+        return [next(turns[task.job.owner]) for task in fair]
 
     def note_start(self, task: Task) -> None:
         self._count += 1

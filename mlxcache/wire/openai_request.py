@@ -179,6 +179,13 @@ def read_choices(body: types.Generation) -> int:
     return n
 
 
+def read_priority(body: types.Generation) -> int:
+    """Return the priority of a request, higher is earlier; in vLLM's field lower is earlier."""
+    hints = body.nvext.agent_hints if body.nvext else None
+    asked = hints.priority if hints else None
+    return -(body.priority or 0) if asked is None else asked
+
+
 def wants_logprobs(body: types.Generation) -> bool:
     if isinstance(body, types.ChatRequest):
         return bool(body.logprobs)

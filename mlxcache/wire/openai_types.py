@@ -6,6 +6,7 @@ https://platform.openai.com/docs/api-reference/completions/create. `top_k`, `min
 `chat_template_kwargs` and `reasoning_content` are extensions of local servers. `structured_outputs`
 and the older `guided_...`, `min_tokens`, `stop_token_ids`, `allowed_token_ids` and
 `include_stop_str_in_output` are vLLM's (https://docs.vllm.ai/en/latest/api/vllm/sampling_params/),
+as is `priority`, `nvext` is NVIDIA Dynamo's (https://docs.nvidia.com/dynamo/),
 `regex`, `ebnf`, `min_new_tokens` and `no_stop_trim` SGLang's
 (https://docs.sglang.ai/basic_usage/sampling_params.html), top-level `json_schema` and `grammar`,
 `n_predict`, `repeat_penalty` and `repeat_last_n` llama.cpp's
@@ -277,6 +278,16 @@ def is_harmless(name: str, value: Any) -> bool:
     return any(isinstance(one, bool) == isinstance(value, bool) for one in found)
 
 
+class AgentHints(Struct):
+    """Hints of NVIDIA Dynamo's clients; a higher `priority` is earlier. Others have no effect."""
+
+    priority: int | None = None
+
+
+class Extensions(Struct):
+    agent_hints: AgentHints | None = None
+
+
 class Generation(UnsupportedFields, kw_only=True):
     """Fields of requests to all OpenAI endpoints: sampling, limits, formats and streaming."""
 
@@ -316,6 +327,8 @@ class Generation(UnsupportedFields, kw_only=True):
     best_of: int | None = None
     prompt_cache_key: str | None = None
     speculate: bool | None = None
+    priority: int | None = None
+    nvext: Extensions | None = None
     prompt_cache_retention: Any = None
     response_format: Format | None = None
     structured_outputs: StructuredOutputs | None = None

@@ -35,6 +35,7 @@ SERVED: dict[str, Any] = {
     **{"thinking": {"type": "disabled"}, "enable_thinking": False, "thinking_budget": 5},
     **{"thinking_token_budget": 5, "chat_template_kwargs": {"a": 1}, "speculate": False},
     **{"prompt_cache_key": "k", "prompt_cache_retention": "24h"},
+    **{"priority": -1, "nvext": {"agent_hints": {"priority": 5}}},
 }
 REFUSED: dict[str, Any] = {
     **dict.fromkeys(UnsupportedFields.__struct_fields__, "x"),
@@ -46,7 +47,7 @@ NO_EFFECT: dict[str, Any] = {
     **{"user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "auto"},
     **{"safety_identifier": "u", "verbosity": "low", "prediction": {"type": "content"}},
     **{"parallel_tool_calls": False, "stream_options": {"include_usage": True}},
-    **{"priority": 1, "request_id": "r", "rid": "r", "cache_salt": "s", "vllm_xargs": {}},
+    **{"priority": 0, "request_id": "r", "rid": "r", "cache_salt": "s", "vllm_xargs": {}},
     **{"kv_transfer_params": {}, "mm_processor_kwargs": {}, "stream_reasoning": True},
     **{"ttl": 60, "draft_model": "d", "keep_alive": "5m", "cache_prompt": True, "id_slot": 1},
     **{"timings_per_token": True, "return_progress": True, "return_tokens": True},
@@ -54,6 +55,7 @@ NO_EFFECT: dict[str, Any] = {
     **{"typical_p": 1.0, "mirostat": 0, "dry_multiplier": 0.0, "dynatemp_range": 0.0, "tfs_z": 1},
     **{"skip_special_tokens": True, "length_penalty": 1.0, "reasoning_format": "auto"},
     **{"ignore_eos": False, "echo": False, "suffix": "", "functions": [], "format": ""},
+    **{"nvext": {"agent_hints": {"osl": 512, "latency_sensitivity": 1.2}}},
     **{"use_beam_search": False, "bad_words": [], "lora": [], "separate_reasoning": True},
 }
 

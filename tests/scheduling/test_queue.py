@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,17 @@ def test_a_session_with_many_requests_waits_its_turn_like_any_other() -> None:
     many = [task("many", f"m{i}") for i in range(5)]
     waiting = [*many, task("one", "o"), task(None, "n", client="curl"), task("two", "t")]
     assert drained(FairQueue(8), waiting) == ["m0", "o", "n", "t", "m1", "m2", "m3", "m4"]
+
+
+def test_a_priority_orders_the_requests_of_its_owner_alone() -> None:
+    def of(owner: str | None, name: str, priority: int) -> Task:
+        made = task(name, name)
+        made.job = replace(made.job, owner=owner, priority=priority)
+        return made
+
+    waiting = [of("b", "b0", 0), of("a", "a0", 0), of("a", "a9", 9), of("b", "b-1", -1)]
+    found = [one.job.id for one in FairQueue(8).order(waiting)]
+    assert found == ["b0", "a9", "a0", "b-1"]
 
 
 def test_who_has_just_started_something_comes_last() -> None:
