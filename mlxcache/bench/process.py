@@ -118,7 +118,7 @@ class Server:
         return self._process.pid
 
     def start(self) -> None:
-        """Start it, and wait until it has answered /v1/models or /health, and one chat request.
+        """Start it, and wait until it has answered /health or /v1/models, and one chat request.
 
         Raises NotStarted.
         """
@@ -157,7 +157,7 @@ class Server:
         deadline = time.monotonic() + self._wait_s
         while self.alive() and time.monotonic() < deadline:
             try:
-                if _answers(quick, "/v1/models") or _answers(quick, "/health"):
+                if _answers(quick, "/health") or _answers(quick, "/v1/models"):
                     patient.chat([{"role": "user", "content": "hello"}], 4)
                     return
             except Refused as refused:
