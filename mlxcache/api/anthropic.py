@@ -41,7 +41,9 @@ async def count_tokens(deps: http.Deps, request: Request) -> Response:
     """Count the tokens of a conversation's prompt without generating a reply."""
     body = await http.read_json(request, types.Conversation, deps)
     own = await http.while_connected(request, deps.of(body.model))
-    chat, _ = wire.to_chat(body, strict=False, images=http.accepts_images(own))
+    chat, tools = wire.to_chat(body, strict=False, images=http.accepts_images(own))
+    wire.read_format(body)  # these two are not in the prompt, but refused as for a message
+    wire.read_tool_choice(body, tools)
     http.require_model(own)
     # The label and the stop strings change the prompt of a request, so they change its count.
     stop = tuple(body.stop_sequences or ())

@@ -249,3 +249,13 @@ def test_stop_strings_that_keep_a_text_as_it_is_are_counted_too() -> None:
     counted(engine, body | {"stop_sequences": []})
     count, request, without = engine.prompts
     assert count == request != without
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"output_format": {"type": "x"}}, {"tool_choice": {"type": "x"}}], ids=str
+)
+async def test_what_a_message_may_not_ask_for_is_not_counted(
+    client: httpx.AsyncClient, wrong: dict[str, Any]
+) -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], **wrong}
+    assert (await client.post("/v1/messages/count_tokens", json=body)).status_code == 400
