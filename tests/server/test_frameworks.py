@@ -1,11 +1,13 @@
-"""The AI SDK: as anyclaude uses it, in bytes; both of its OpenAI models by the real packages."""
+"""Frameworks for agents: the AI SDK as anyclaude uses it, in bytes, and the real packages."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import subprocess
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,26 @@ import pytest
 from tests.conftest import ToyMaker
 from tests.scripted import scripted
 from tests.served import Served
+from tests.server.api import Api
+from tests.server.recording import check_turn
 
-PACKAGES = {"5": ("ai@5", "@ai-sdk/openai@2"), "7": ("ai@7", "@ai-sdk/openai@4")}
-"""By version of the SDK; anyclaude asks for 5."""
+NPM = {
+    "ai 5": ("ai@5", "@ai-sdk/openai@2", "@ai-sdk/openai-compatible@1", "@ai-sdk/anthropic@2"),
+    "ai 7": ("ai@7", "@ai-sdk/openai@4", "@ai-sdk/openai-compatible@3", "@ai-sdk/anthropic@4"),
+}
+"""By version of the SDK; anyclaude asks for 5, and 7 needs node 22."""
+PIP = {
+    "openai-agents": ("openai-agents",),
+    "langchain": ("langchain", "langchain-openai", "langchain-anthropic"),
+    "pydantic-ai": ("pydantic-ai-slim[anthropic,openai]",),
+    "litellm": ("litellm",),
+}
+APIS = {
+    "openai-agents": ("responses", "chat"),
+    "langchain": ("chat", "responses", "messages"),
+    "pydantic-ai": ("chat", "responses", "messages"),
+    "litellm": ("chat", "messages"),
+}
 
 INPUT = {"path": "a b.txt", "lines": [1, 20]}
 CALL = f"I look.\n<tool_call>\n{json.dumps({'name': 'read', 'arguments': INPUT})}\n</tool_call>"
@@ -97,47 +116,52 @@ def test_the_wire_format_of_anyclaude_is_served(server: Served) -> None:
     assert usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"] < 64
 
 
-@pytest.fixture(scope="module", params=PACKAGES)
-def package(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the program and the real packages."""
-    node, npm = shutil.which("node"), shutil.which("npm")
-    if node is None or npm is None:
-        pytest.skip("there is no node here")
-    folder = tmp_path_factory.mktemp("aisdk")
-    (folder / "package.json").write_text('{"private": true}')
-    command = [
-        npm,
-        "install",
-        "--no-audit",
-        "--no-fund",
-        "--ignore-scripts",
-        *PACKAGES[request.param],
-    ]
-    done = subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, timeout=300, check=False
+def run(command: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=600, check=False
     )
+
+
+def install(command: Sequence[str], folder: Path) -> None:
+    done = run(command, folder)
     if done.returncode:
-        pytest.skip(f"npm cannot install here: {done.stderr[-200:]}")
+        pytest.skip(f"{Path(command[0]).name} cannot install here: {done.stderr[-200:]}")
+
+
+def converse(server: Served, command: Sequence[str], folder: Path) -> tuple[list[Any], list[Any]]:
+    """What a program prints of three turns, and their requests; each further one is warm."""
+    api = Api(server)
+    earlier = len(api.http.get("/v1/requests").json()["data"])
+    done = run([*command, "Hello.", QUESTION, "Sum up."], folder)
+    assert done.returncode == 0, done.stderr
+    requests = api.http.get("/v1/requests").json()["data"][::-1][earlier:]
+    assert [one["status"] for one in requests] == ["done"] * 4
+    for before, now in pairwise(requests):
+        check_turn(before, now)
+    return [json.loads(line) for line in done.stdout.splitlines()], requests
+
+
+@pytest.fixture(scope="module", params=NPM)
+def packages(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the program and the real packages."""
+    npm = shutil.which("npm")
+    if npm is None:
+        pytest.skip("there is no npm here")
+    folder = tmp_path_factory.mktemp("npm")
+    (folder / "package.json").write_text('{"private": true}')
+    flags = ("--no-audit", "--no-fund", "--ignore-scripts")
+    install([npm, "install", *flags, *NPM[request.param]], folder)
     shutil.copy(Path(__file__).with_name("aisdk.mjs"), folder)
     return folder
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("api", ["chat", "responses"])
-def test_the_real_package_reads_streamed_calls(server: Served, package: Path, api: str) -> None:
-    """Text, call and input as they were written; each further turn is warm, and it says so."""
-    done = subprocess.run(
-        ["node", "aisdk.mjs", f"{server.url}/v1", api, "Hello.", QUESTION, "Sum up."],
-        cwd=package,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    replies = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(replies) == 4
-    assert all(reply["fed"] < 64 for reply in replies[1:])
+@pytest.mark.parametrize("api", ["chat", "responses", "compatible", "messages"])
+def test_the_ai_sdk_reads_streamed_calls(server: Served, packages: Path, api: str) -> None:
+    """Text, call and input as they were written, and the tokens that were reused."""
+    command = ["node", "aisdk.mjs", f"{server.url}/v1", api]
+    replies, requests = converse(server, command, packages)
+    assert [one["cached"] or 0 for one in replies] == [one["cached_tokens"] for one in requests]
     _, first, second, _ = replies
     kinds = [part["type"] for part in first["parts"]]
     assert "error" not in kinds
@@ -147,3 +171,25 @@ def test_the_real_package_reads_streamed_calls(server: Served, package: Path, ap
     assert first["reason"] == "tool-calls"
     text = "".join(part["text"] for part in second["parts"] if part["type"] == "text-delta")
     assert (text, second["reason"]) == ("It says alpha.", "stop")
+
+
+@pytest.fixture(scope="module", params=PIP)
+def framework(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Path]:
+    """A framework, and the Python that has it."""
+    folder = tmp_path_factory.mktemp("pip")
+    install([sys.executable, "-m", "venv", "."], folder)
+    python = folder / "bin" / "python"
+    install([str(python), "-m", "pip", "install", "-q", *PIP[request.param]], folder)
+    return request.param, python
+
+
+@pytest.mark.slow
+def test_a_python_framework_calls_its_tool(server: Served, framework: tuple[str, Path]) -> None:
+    name, python = framework
+    program = str(Path(__file__).with_name("frameworks.py"))
+    for api in APIS[name]:
+        command = [str(python), program, server.url, name, api]
+        replies, _ = converse(server, command, python.parent)
+        assert replies == [SCRIPT[2][1], SCRIPT[1][1], SCRIPT[3][1]], api
