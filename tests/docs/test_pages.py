@@ -97,7 +97,7 @@ def test_the_documented_settings_are_the_real_ones():
 def test_the_size_of_a_clients_first_prompt_is_the_same_everywhere():
     """Measured once, in clients.md; the menu, the README and the quick start round it."""
     rows = table("clients.md", "## Which client?")
-    told = {re.findall(r"`(\w+)`", name)[0]: tokens for name, _, _, tokens in rows}
+    told = {re.findall(r"`(\w+)`", name)[0]: tokens for name, _, tokens in rows}
     for name, client in CLIENTS.items():
         tokens = told[ClientName.CLAUDE if name == ClientName.ANYCLAUDE else name]
         assert client.first_prompt == int(tokens.split(";")[0].replace(",", ""))
