@@ -275,7 +275,9 @@ class Task:
             self._wait(0)
             for number, (prompt, _, _) in enumerate(TURNS[1:], 1):
                 time.sleep(3)  # it shows the reply, and takes keys again
-                os.write(keys, prompt.encode())
+                for key in f" {prompt}".encode():  # Cline drops what comes with its first key
+                    os.write(keys, bytes([key]))
+                    time.sleep(0.05)
                 time.sleep(1)  # else the client takes the text and the key for one paste
                 os.write(keys, b"\r")
                 self._wait(number)
