@@ -24,7 +24,7 @@ NPM = {
     "ai 5": ("ai@5", "@ai-sdk/openai@2", "@ai-sdk/openai-compatible@1", "@ai-sdk/anthropic@2"),
     "ai 7": ("ai@7", "@ai-sdk/openai@4", "@ai-sdk/openai-compatible@3", "@ai-sdk/anthropic@4"),
 }
-"""By version of the SDK; anyclaude asks for 5, and 7 needs node 22."""
+"""By version of the SDK; anyclaude asks for 5."""
 PIP = {
     "openai-agents": ("openai-agents",),
     "langchain": ("langchain", "langchain-openai", "langchain-anthropic"),
