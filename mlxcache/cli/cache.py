@@ -247,7 +247,7 @@ def warm(
 _RULES = "Requests canonicalised, by rule"
 
 _GROUPS = (
-    ("In short", ("tokens.cached", "ram.used_bytes", "disk.used_bytes")),
+    ("In short", ("tokens.cached", "ram.used_bytes", "reserved_bytes", "disk.used_bytes")),
     ("Requests since the start", ("requests", "queue", "saved", "contained")),
     ("Tokens since the start", ("tokens", "guesses", "anticipated")),
     ("Disk", ("disk", "pending_bytes", "restores")),
@@ -255,7 +255,7 @@ _GROUPS = (
     ("Remote", ("remote",)),
     ("Exchanged with other servers, through the remote", ("remote.exchange",)),
     ("Prefix tree", ("sessions", "tree_tokens", "segments", "checkpoints", "bytes_per_token")),
-    ("Memory", ("ram", "active_bytes", "reserved_bytes", "mlx", "pressure")),
+    ("Memory", ("ram", "active_bytes", "mlx", "pressure")),
     ("Memory budget, by kind", ("ram.kinds",)),
     ("Evictions from RAM", ("evictions",)),
     (_RULES, ("canonicalised",)),
@@ -269,7 +269,7 @@ _LEGEND = {
     "ram.buffers": ("buffers", "MLX arrays that are held"),
     "ram.buffer_limit": ("buffer limit", "arrays that the device allows"),
     "active_bytes": ("in use by requests", "besides the prefixes"),
-    "reserved_bytes": ("reserved", "for computing and MLX's pool"),
+    "reserved_bytes": ("RAM, reserved", "of --ram besides, for computing and MLX's pool"),
     "mlx.active_bytes": ("MLX active", "arrays of MLX, with the weights"),
     "mlx.pool_bytes": ("MLX pool", "freed buffers that MLX keeps"),
     "pressure.level": ("memory pressure", "normal, warning or critical"),
