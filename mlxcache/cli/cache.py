@@ -269,7 +269,7 @@ _LEGEND = {
     "ram.buffers": ("buffers", "MLX arrays that are held"),
     "ram.buffer_limit": ("buffer limit", "arrays that the device allows"),
     "active_bytes": ("in use by requests", "besides the prefixes"),
-    "reserved_bytes": ("RAM, reserved", "of --ram besides, for computing and MLX's pool"),
+    "reserved_bytes": ("RAM, reserved", "for computing and MLX's pool"),
     "mlx.active_bytes": ("MLX active", "arrays of MLX, with the weights"),
     "mlx.pool_bytes": ("MLX pool", "freed buffers that MLX keeps"),
     "pressure.level": ("memory pressure", "normal, warning or critical"),

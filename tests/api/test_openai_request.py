@@ -143,7 +143,7 @@ class TestRequests:
         assert engine.chats[0].messages == [
             {"role": "system", "content": "S"},
             {"role": "developer", "content": "D"},
-            {"role": "user", "content": "ab"},
+            {"role": "user", "content": "ab", "texts": ("a", "b")},
             {
                 "role": "assistant",
                 "content": "",
