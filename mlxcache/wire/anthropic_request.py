@@ -35,7 +35,7 @@ from mlxcache.wire.openai_request import (
     with_strict,
 )
 from mlxcache.wire.openai_types import is_on
-from mlxcache.wire.signatures import recover_thinking
+from mlxcache.wire.signatures import SignatureReader
 
 ID_PREFIX = "toolu_"
 """Prefix of tool call ids in this API; a `Chat` has the ids without it."""
@@ -163,6 +163,7 @@ class _ChatWriter:
         self.breakpoint: int | None = None
         self._blocks = _BlockReader(tools, images)
         self._tool_names: dict[str, str] = {}
+        self._signatures = SignatureReader()
 
     def begin(self, body: types.Conversation) -> None:
         texts, marked = self._blocks.read_texts(body.system or "", "system")
@@ -267,7 +268,7 @@ class _ChatWriter:
             marked |= _has_mark(block)
             match block:
                 case types.Thinking():
-                    thoughts.append(recover_thinking(block.thinking, block.signature))
+                    thoughts.append(self._signatures.recover(block.thinking, block.signature))
                 case types.ToolUse():
                     id = block.id.removeprefix(ID_PREFIX)
                     self._tool_names[id] = block.name

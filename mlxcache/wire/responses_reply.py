@@ -82,12 +82,18 @@ def make_response(
 def summarised(response: Payload) -> str:
     """Return the text of a whole response in the form that an item `compaction` has.
 
-    Raises GenerationFailed if it has no text.
+    Raises GenerationFailed if it has no text, or was cut.
     """
     messages = [item for item in response["output"] if item["type"] == "message"]
     text = "".join(part["text"] for item in messages for part in item["content"]).strip()
     if not text:
         raise GenerationFailed("The model wrote no summary: try again, or use another model.")
+    if response["status"] != "completed":
+        written = response["usage"]["output_tokens"]
+        raise GenerationFailed(
+            f"The summary was cut after {written} tokens: allow more (`max_output_tokens`, or "
+            "`--max-tokens` of the server)."
+        )
     return sign_thinking(text)
 
 

@@ -26,7 +26,7 @@ from mlxcache.wire.decode import convert, wrong
 from mlxcache.wire.grammar_pattern import pattern_of_lark, pattern_of_regex
 from mlxcache.wire.images import ImageReader, Item, join_items
 from mlxcache.wire.openai_types import is_on
-from mlxcache.wire.signatures import recover_thinking
+from mlxcache.wire.signatures import SignatureReader
 
 LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
 """Values of `include` that this server supports; the others concern tools that it does not run."""
@@ -194,6 +194,8 @@ def ask_for_summary(body: types.ResponsesRequest) -> types.ResponsesRequest:
         body,
         input=[*read_input(body), asking],
         tool_choice="none",
+        truncation=None,
+        stop=None,
         text=None,
         store=False,
         stream=False,
@@ -210,6 +212,7 @@ class _ChatWriter:
         self.messages: list[dict[str, Any]] = []
         self._tools = tools
         self._images = images
+        self._signatures = SignatureReader()
         self._names: dict[str, str] = {}
 
     def write(self, raw: types.RawItem, where: str) -> None:
@@ -294,15 +297,15 @@ class _ChatWriter:
         self.messages.append(message)
 
     def _write_summary(self, item: types.Compaction, where: str) -> None:
-        if not (summary := recover_thinking("", item.encrypted_content)):
-            message = "this summary is of another server, or not complete: it cannot be read."
+        if not (summary := self._signatures.recover("", item.encrypted_content)):
+            message = "this summary was not written by mlxcache, or is damaged: it cannot be read."
             raise wrong(f"{where}.encrypted_content", message)
         self.messages.append({"role": "user", "content": f"{SUMMARY}\n\n{summary}"})
 
     def _write_reasoning(self, item: types.Reasoning) -> None:
         # The summary is left out, because the model did not write it.
         shown = "".join(part.text for part in item.content or ())
-        if text := recover_thinking(shown, item.encrypted_content):
+        if text := self._signatures.recover(shown, item.encrypted_content):
             self._reply(begins="reasoning_content")["reasoning_content"] = text
 
 

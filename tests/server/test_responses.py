@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from mlxcache.cli.main import app
 from mlxcache.wire.responses_request import SUMMARY
-from mlxcache.wire.signatures import recover_thinking
+from mlxcache.wire.signatures import SignatureReader
 from tests.conftest import ToyMaker
 from tests.forked import served
 from tests.server.api import Api, until, words
@@ -57,9 +57,9 @@ def until_durable(api: Api) -> None:
     until(durable, 60, lambda: api.http.get("/v1/sessions").text)
 
 
-def test_a_conversation_is_compacted_warm_and_goes_on_from_its_summary(llama: Api) -> None:
+def test_a_conversation_is_compacted_warm_and_goes_on_from_its_summary(quoting: Api) -> None:
     """The prompt is that of the next turn: it feeds the request for a summary alone."""
-    client = client_of(llama.url)
+    client = client_of(quoting.url)
     model: Any = {"model": "m", "max_output_tokens": 12}
     head: Any = {"instructions": words(3, 300), "prompt_cache_key": "compacted"}
     said: Any = [{"role": "user", "content": words(5, 60)}]
@@ -67,14 +67,14 @@ def test_a_conversation_is_compacted_warm_and_goes_on_from_its_summary(llama: Ap
     said += [*(item.to_dict() for item in first.output), {"role": "user", "content": "Go on."}]
     last: Any = client.responses.create(input=said, **head, **model)
     asked: Any = client.responses.compact(
-        input=said, model="m", extra_body={"max_output_tokens": 12}, **head
+        input=said, model="m", extra_body={"stop": ["e", " "], "truncation": "auto"}, **head
     )
     assert asked.object == "response.compaction"
     *users, summary = asked.output
     assert [item.content[0].text for item in users] == [words(5, 60), "Go on."]
     assert summary.type == "compaction"
     assert fed(asked) < 250 < last.usage.input_tokens
-    text = recover_thinking("", summary.encrypted_content)
+    text = SignatureReader().recover("", summary.encrypted_content)
     assert text
     goes_on: Any = [item.to_dict() for item in asked.output] + [
         {"role": "user", "content": "Next."}
@@ -84,6 +84,12 @@ def test_a_conversation_is_compacted_warm_and_goes_on_from_its_summary(llama: Ap
     spelt: Any = client.responses.create(input=goes_on, **head, **model)
     assert plain.usage.input_tokens == spelt.usage.input_tokens
     others: Any = [{"type": "compaction", "encrypted_content": "gAAAA"}]
+    with pytest.raises(openai.InternalServerError, match="cut after 2 tokens"):
+        client.responses.compact(input=said, model="m", extra_body={"max_output_tokens": 2}, **head)
+    long: Any = [{"role": "user", "content": words(7, 40_000)}]
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.responses.compact(input=long, model="m", extra_body={"truncation": "auto"})
+    assert refused.value.code == "context_length_exceeded"
     with pytest.raises(openai.BadRequestError, match="`input` is empty"):
         client.responses.compact(model="m")
     with pytest.raises(openai.BadRequestError, match="cannot be read"):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mlxcache.errors import GenerationFailed
 from mlxcache.types import Finished, Piece, Prompt, Text, Thinking, ToolCall, token_ids
 from mlxcache.wire.anthropic_reply import ContentBlocks, count_usage, end_fields
-from mlxcache.wire.signatures import recover_thinking
+from mlxcache.wire.signatures import SignatureReader
 
 PIECES = st.lists(
     st.one_of(
@@ -115,7 +115,7 @@ def test_omitted_thinking_is_sent_in_the_signature_alone() -> None:
     assert "so it is" not in json.dumps(events)
     thinking = blocks.content[0]
     assert thinking["thinking"] == ""
-    assert recover_thinking("", thinking["signature"]) == "so it is"
+    assert SignatureReader().recover("", thinking["signature"]) == "so it is"
 
 
 def test_half_an_emoji_in_a_call_is_mended_in_both_forms() -> None:
