@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -24,9 +24,10 @@ from mlxcache.api.operation import EVENTS, JSON, Number, Operation, Text, Word
 from mlxcache.api.sse import Events, make_comment, make_event
 from mlxcache.errors import BadRequest, Busy, ContextLengthExceeded, NotFound, StoreError
 from mlxcache.owner import OWNER
-from mlxcache.store.reply_rows import StoredResponse
+from mlxcache.store.reply_rows import MAX_CHAIN_BYTES, StoredResponse
 from mlxcache.types import Chat, Finished, Job, Progress
 from mlxcache.wire import responses_request as wire
+from mlxcache.wire.decode import Values
 from mlxcache.wire.openai_request import (
     read_max_tokens,
     read_priority,
@@ -102,23 +103,35 @@ async def _continued(deps: http.Deps, body: ResponsesRequest) -> wire.Conversati
             code="previous_response_not_found",
         ) from error
     before: list[RawItem] = []
-    for response in chain:
-        before += msgspec.json.decode(response.items)
-        before += msgspec.json.decode(response.body)["output"]
+    for asked, output in _decode_chain(chain):
+        before += asked
+        before += output
     return wire.Conversation([*before, *items], len(before))
 
 
+def _decode_chain(
+    chain: Sequence[StoredResponse],
+) -> Iterator[tuple[list[RawItem], list[RawItem]]]:
+    """Yield the input items and the output items of each response."""
+    values = Values("The conversation of stored responses")
+    for response in chain:
+        values.add(response.items)
+        values.add(response.body)
+        yield msgspec.json.decode(response.items), msgspec.json.decode(response.body)["output"]
+
+
 async def _resolved(deps: http.Deps, items: Sequence[RawItem]) -> list[RawItem]:
-    """Return `items` with the stored items that the references among them name."""
-    known: dict[str, RawItem] = {}
-    found: list[RawItem] = []
+    """Return `items` with the stored items that the references among them name.
+
+    As in OpenAI's API, an item is named once: a few bytes of a body stand for all of its size.
+    """
+    named: dict[str, int] = {}
     for i, item in enumerate(items):
-        if not is_reference(item):
-            found.append(item)
-            continue
-        id = str(item.get("id"))
-        if id not in known:
-            known |= await _items_beside(deps, id)
+        if is_reference(item) and named.setdefault(str(item.get("id")), i) != i:
+            message = f"Duplicate item found with id {str(item.get('id'))[:80]!r}."
+            raise BadRequest(message, param=f"input[{i}].id")
+    known = await _stored_items(deps, named)
+    for id, i in named.items():
         if id not in known:
             raise BadRequest(
                 f"input[{i}]: no item with the id {id[:80]!r} is stored. Send the item itself: "
@@ -126,21 +139,33 @@ async def _resolved(deps: http.Deps, items: Sequence[RawItem]) -> list[RawItem]:
                 param=f"input[{i}].id",
                 code="item_not_found",
             )
-        found.append(known[id])
-    return found
+    return [known[str(item.get("id"))] if is_reference(item) else item for item in items]
 
 
-async def _items_beside(deps: http.Deps, id: str) -> dict[str, RawItem]:
-    """Return by id the items of the stored response that has the item `id`; empty without it."""
-    response, book = response_of_item(id), deps.engine.book
-    try:
-        if id.startswith(INPUT_PREFIX):
-            items = _input_items(await book.response_chain(response))
-        else:
-            items = msgspec.json.decode((await book.response(response)).body)["output"]
-    except NotFound:
-        return {}
-    return {item["id"]: item for item in items}
+async def _stored_items(deps: http.Deps, ids: Iterable[str]) -> dict[str, RawItem]:
+    """Return by id the items of the stored responses that have the items `ids`.
+
+    Those after the first response that is not stored are left out. Raises BadRequest if all are
+    larger than a conversation of stored responses.
+    """
+    found: list[StoredResponse] = []
+    size = 0
+    for response in dict.fromkeys(map(response_of_item, ids)):
+        try:
+            found.append(await deps.engine.book.response(response))
+        except NotFound:
+            break
+        size += len(found[-1].items) + len(found[-1].body)
+        if size > MAX_CHAIN_BYTES:
+            message = f"The items are of responses of more than {MAX_CHAIN_BYTES:,} bytes."
+            raise BadRequest(message, param="input")
+    known: dict[str, RawItem] = {}
+    for one, (asked, output) in zip(found, _decode_chain(found), strict=True):
+        for j, item in enumerate(asked):
+            id = f"{INPUT_PREFIX}{one.id.removeprefix(PREFIX)}_{j}"
+            known[id] = {**_with_parts(item), "id": id}
+        known |= {item["id"]: item for item in output}
+    return known
 
 
 async def _truncate(deps: http.Deps, chat: Chat, limit: int) -> Chat:
@@ -432,10 +457,10 @@ def _input_items(chain: Sequence[StoredResponse]) -> list[RawItem]:
     """
     found: list[RawItem] = []
     seen = set[str]()
-    for i, response in enumerate(chain):
-        items = [_with_parts(item) for item in msgspec.json.decode(response.items)]
-        if i < len(chain) - 1:
-            items += msgspec.json.decode(response.body)["output"]
+    for response, (asked, output) in zip(chain, _decode_chain(chain), strict=True):
+        items = [_with_parts(item) for item in asked]
+        if response is not chain[-1]:
+            items += output
         own = response.id.removeprefix(PREFIX)
         for j, item in enumerate(items):
             id = item.get("id")

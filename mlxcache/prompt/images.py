@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any, Protocol
 
 import numpy as np
@@ -117,13 +118,11 @@ class ImageTemplate:
 
     def _parts(self, content: Sequence[str | Image]) -> list[Any]:
         parts: list[Any] = []
-        for item in content:
-            if isinstance(item, Image):
-                parts.append(self._part)
-            elif parts and parts[-1]["type"] == "text":
-                parts[-1] = {"type": "text", "text": parts[-1]["text"] + item}
-            elif item:
-                parts.append({"type": "text", "text": item})
+        for is_image, run in groupby(content, lambda item: isinstance(item, Image)):
+            if is_image:
+                parts += [self._part for _ in run]
+            elif text := "".join(map(str, run)):
+                parts.append({"type": "text", "text": text})
         return parts
 
     def expand(self, text: str, images: Sequence[Image]) -> str:

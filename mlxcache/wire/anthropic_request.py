@@ -17,7 +17,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from mlxcache.errors import BadRequest, Unsupported
+from mlxcache.errors import BadRequest, ContextLengthExceeded, Unsupported
 from mlxcache.types import DEFAULTED, TEXTS, Chat, OutputFormat, Sampling, ToolChoice
 from mlxcache.wire import anthropic_types as types
 from mlxcache.wire.decode import convert, unsupported, wrong
@@ -26,6 +26,7 @@ from mlxcache.wire.openai_request import (
     EFFORT_BUDGETS,
     HOUR,
     MINUTES_5,
+    MOST_NAME,
     Function,
     effort_args,
     format_of_schema,
@@ -271,7 +272,7 @@ class _ChatWriter:
                     thoughts.append(self._signatures.recover(block.thinking, block.signature))
                 case types.ToolUse():
                     id = block.id.removeprefix(ID_PREFIX)
-                    self._tool_names[id] = block.name
+                    self._tool_names[id] = block.name[:MOST_NAME]
                     calls.append(make_call(id, block.name, block.input))
                 case types.RedactedThinking() | types.Fallback():
                     pass
@@ -436,17 +437,23 @@ class Toolbox:
         self.all: list[Function] = []
         self._deferred: dict[str, Function] = {}
         self._removed: set[str] = set()
+        self._left = 8 << 20  # characters of descriptions, which a few bytes of a body can repeat
         for i, tool in enumerate(tools):
             function = self._add(tool, f"tools[{i}]")
             if not tool.defer_loading:
                 self.head.append(function)
+        self._in_head = {function["function"]["name"] for function in self.head}
 
     def describe_loaded(self, name: str) -> str:
         """Return the text that replaces a reference to the tool `name`, which can be called now."""
         self._removed.discard(name)
         if name in self._deferred:
-            return _describe(name, self._deferred[name])
-        if any(function["function"]["name"] == name for function in self.head):
+            described = _to_json(self._deferred[name])
+            self._left -= len(described)
+            if self._left < 0:
+                raise ContextLengthExceeded("prompt is too long: it repeats a tool's description")
+            return f"The tool {name} can be called from now on:\n{described}"
+        if name in self._in_head:
             return f"The tool {name} can be called from now on."
         return f"The tool {name} is not available."
 
@@ -463,8 +470,7 @@ class Toolbox:
         """Add a tool that a message defines at `where`; return the text that describes it."""
         function = self._add(tool, where)
         self._deferred[tool.name] = function
-        self._removed.discard(tool.name)
-        return _describe(tool.name, function)
+        return self.describe_loaded(tool.name)
 
     def _add(self, tool: types.Tool, where: str) -> Function:
         function = _function(tool, where)
@@ -476,10 +482,6 @@ class Toolbox:
 
 def _to_json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
-
-
-def _describe(name: str, function: Function) -> str:
-    return f"The tool {name} can be called from now on:\n{_to_json(function)}"
 
 
 def _function(tool: types.Tool, where: str) -> Function:

@@ -17,14 +17,22 @@ T = TypeVar("T")
 
 MAX_DEPTH = 100
 
+MAX_VALUES = 4_000_000
+"""Most values of a body, where an object or a list counts as four.
+
+A value of two bytes may take a hundred, several times over while a prompt is made of it.
+"""
+
 
 def decode(type: type[T], body: bytes) -> T:
     """Decode the JSON `body` as a value of `type`.
 
     Half of a surrogate pair, which JavaScript clients send if they cut a string inside an emoji,
     becomes U+FFFD. Raises BadRequest, whose `param` is the wrong field, such as `messages[0].role`,
-    or None if the whole body is wrong, or nested too deeply.
+    or None if the whole body is wrong, has too many values, or is nested too deeply.
     """
+    if len(body) > MAX_VALUES // 4:
+        Values("The body").add(body)
     try:
         try:
             value = typed.decode(type, body)
@@ -47,6 +55,21 @@ def decode(type: type[T], body: bytes) -> T:
     if _is_deep(value):
         raise BadRequest(f"The body is nested more than {MAX_DEPTH} levels deep.")
     return value
+
+
+class Values:
+    """Counter of the values in the JSON of `what`. Raises BadRequest for too many.
+
+    They are counted before it is decoded, by its marks, so the marks in a text count too.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what, self._left = what, MAX_VALUES
+
+    def add(self, body: bytes) -> None:
+        self._left -= body.count(b",") + 3 * (body.count(b"{") + body.count(b"["))
+        if self._left < 0:
+            raise BadRequest(f"{self._what} has more than {MAX_VALUES:,} values.")
 
 
 def convert(raw: Any, type: type[T], where: str) -> T:

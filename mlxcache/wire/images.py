@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
+from itertools import groupby
 from typing import Any
 
 from mlxcache.errors import BadRequest
@@ -74,12 +75,10 @@ class ImageReader:
 
 def join_items(items: list[Item], separator: str) -> str | list[Item]:
     """Join adjacent texts with `separator`, and drop empty ones. One text becomes a string."""
-    found: list[Item] = []
-    for item in items:
-        if isinstance(item, str) and found and isinstance(found[-1], str):
-            found[-1] = f"{found[-1]}{separator}{item}" if item else found[-1]
-        elif item:
-            found.append(item)
+    found: list[Any] = []
+    for is_image, run in groupby(filter(None, items), lambda item: isinstance(item, Image)):
+        given = list(run)
+        found += given if is_image else [separator.join(map(str, given))]
     if any(isinstance(item, Image) for item in found):
         return found
-    return "".join(item for item in found if isinstance(item, str))
+    return "".join(map(str, found))

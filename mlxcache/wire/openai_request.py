@@ -66,6 +66,9 @@ MINUTES_5, HOUR, DAY = 300.0, 3600.0, 86_400.0
 """Times for which prompts are kept, in seconds."""
 _RETENTION = {"in_memory": MINUTES_5, "in-memory": MINUTES_5, "24h": DAY}
 
+MOST_NAME = 512
+"""Most characters of a tool's name where a few bytes of a body write it again."""
+
 MAX_CHOICES, MAX_REPLIES = 16, 128
 """Maximum choices of one prompt, and of one request."""
 
@@ -606,7 +609,7 @@ def read_tool_use(body: types.ChatRequest, rendered: Sequence[Function]) -> Tool
     asked = types.ToolChoice(choice) if isinstance(choice, str) else choice
     if asked.type == "none" or (asked.type == "auto" and not rendered):
         return ToolUse()
-    known = [tool["function"]["name"] for tool in rendered]
+    known = {tool["function"]["name"] for tool in rendered}
     found = _tool_choice(asked)
     if not known:
         raise BadRequest("`tool_choice` needs `tools`, and there are none.", param="tool_choice")

@@ -284,7 +284,7 @@ class _ChatWriter:
             reply[TEXTS] = tuple(text for text in texts if text)
 
     def _write_call(self, id: str, name: str, arguments: dict[str, Any]) -> None:
-        self._names[id] = name
+        self._names[id] = name[: openai.MOST_NAME]
         call = openai.make_call(id, name, arguments)
         self._reply(begins="tool_calls").setdefault("tool_calls", []).append(call)
 
@@ -453,6 +453,8 @@ def _flatten(tools: Sequence[types.Tool]) -> Iterator[tuple[str, types.Tool, str
             continue
         if not tool.name:
             raise wrong(f"tools[{i}].name", "a name is required.")
+        if len(tool.name) > openai.MOST_NAME:
+            raise wrong(f"tools[{i}].name", f"at most {openai.MOST_NAME} characters are accepted.")
         for j, raw in enumerate(tool.tools or ()):
             at = f"tools[{i}].tools[{j}]"
             yield at, convert(raw, types.Tool, at), tool.name

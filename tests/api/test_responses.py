@@ -379,6 +379,29 @@ class TestStored:
             assert one in error["message"]
             assert "`store`" in error["message"]
 
+    async def test_references_stand_for_no_more_than_a_conversation(
+        self, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A few bytes name an item of any size."""
+        stored = [(await create(client)).json()["output"][0]["id"] for _ in range(2)]
+        refs = [{"type": "item_reference", "id": id} for id in stored]
+        assert (await create(client, input=refs)).status_code == 200
+        error = (await create(client, input=[*refs, {"id": stored[0]}])).json()["error"]
+        assert (error["param"], "Duplicate item" in error["message"]) == ("input[2].id", True)
+        first = await client.get(f"/v1/responses/{(await create(client)).json()['id']}")
+        monkeypatch.setattr(responses, "MAX_CHAIN_BYTES", 2 * len(first.content) - 1)
+        assert (await create(client, input=refs[:1])).status_code == 200
+        refused = (await create(client, input=refs)).json()["error"]
+        assert "responses of more than" in refused["message"]
+        last = (await create(client, previous_response_id=first.json()["id"])).json()["id"]
+        monkeypatch.setattr("mlxcache.wire.decode.MAX_VALUES", 20)
+        for refused in (
+            await create(client, previous_response_id=last),
+            await client.get(f"/v1/responses/{last}/input_items"),
+        ):
+            assert refused.status_code == 400
+            assert "stored responses has more than 20 values" in refused.json()["error"]["message"]
+
     async def test_what_is_not_stored_cannot_be_continued(self, client: httpx.AsyncClient) -> None:
         first = (await create(client, store=False)).json()
         error = (await create(client, previous_response_id=first["id"])).json()["error"]

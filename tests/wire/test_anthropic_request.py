@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxcache.errors import BadRequest
+from mlxcache.errors import BadRequest, ContextLengthExceeded
 from mlxcache.types import Chat
 from mlxcache.wire.signatures import sign_thinking
 from tests.wire.anthropic_bodies import (
@@ -189,6 +189,17 @@ def test_loading_a_deferred_tool_later_leaves_the_head_and_earlier_messages_as_t
     assert "Memo" in description
     assert "Does Memo." in description
     assert json.dumps(SCHEMA) in description
+
+
+def test_what_a_body_names_again_and_again_fills_no_memory() -> None:
+    """The description of a tool in a reference, its name in a result."""
+    long = tool("Memo", description="d" * 1_000_000, defer_loading=True)
+    references = [{"type": "tool_reference", "tool_name": "Memo"}]
+    with pytest.raises(ContextLengthExceeded):
+        read(user("a"), assistant(use()), user(result(references * 9)), tools=[long])
+    results = [result("done") for _ in range(9)]
+    messages = read(user("a"), assistant(use(name="n" * 10_000)), user(*results)).messages
+    assert len(json.dumps(messages)) < 20_000
 
 
 def test_a_deferred_tool_may_be_called_once_it_is_loaded() -> None:

@@ -29,6 +29,14 @@ def test_a_wrong_type_names_its_field() -> None:
     assert caught.value.param == "items[1].count"
 
 
+@pytest.mark.parametrize("value", [b"{}", b"[]", b"1,1,1,1", b'"[[", ""'])
+def test_a_body_of_too_many_values_is_refused_before_it_is_read(value: bytes) -> None:
+    fewer, more = (b'{"extra": [%b]}' % b", ".join([value] * n) for n in (400_000, 999_999))
+    assert len(decode(Body, fewer).extra) >= 400_000
+    with pytest.raises(BadRequest, match="more than 4,000,000 values"):
+        decode(Body, more)
+
+
 @pytest.mark.parametrize(
     ("path", "body", "values"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import time
 from typing import Any, ClassVar
 
 import msgspec
@@ -40,6 +41,17 @@ def openai(*messages: dict[str, Any], images: bool = True) -> Chat:
 def anthropic(*messages: dict[str, Any], images: bool = True, **body: Any) -> Chat:
     whole = {"model": "m", "messages": list(messages), **body}
     return to_chat(msgspec.convert(whole, anthropic_types.Conversation), images=images)[0]
+
+
+def test_many_parts_are_joined_in_a_time_that_grows_with_their_number() -> None:
+    """The event loop waits for it."""
+
+    def seconds(count: int) -> float:
+        began = time.process_time()
+        assert len(images.join_items(["ab"] * count, "\n")) == 3 * count - 1
+        return time.process_time() - began
+
+    assert seconds(400_000) < 40 * seconds(40_000)
 
 
 class TestOpenAI:

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from mlxcache.errors import BadRequest
 from mlxcache.types import TEXTS, Chat
 from mlxcache.wire import responses_request as wire
 from mlxcache.wire.decode import decode
@@ -205,6 +206,13 @@ class TestTools:
         chat = chat_of(call("1", "spawn", namespace="agents"), tools=[spawn, SPACE])
         assert [tool["function"]["name"] for tool in chat.tools] == ["spawn", "agents__spawn"]
         assert chat.messages[0]["tool_calls"][0]["function"]["name"] == "agents__spawn"
+
+    def test_the_name_of_many_tools_groups_is_short(self) -> None:
+        with pytest.raises(BadRequest, match="at most 512 characters"):
+            self.use([{**SPACE, "name": "n" * 513}])
+        results = [{"type": "function_call_output", "call_id": "1", "output": "x"}] * 9
+        messages = chat_of(call("1", "n" * 10_000), *results).messages
+        assert len(str(messages)) < 20_000
 
     def test_the_last_of_many_tools_is_found_as_fast_as_the_first(self) -> None:
         """The event loop waits for it, once for each call in the history."""
