@@ -36,6 +36,9 @@ def remove_attribution(draft: Draft) -> bool:
 COUNTER = re.compile(r"<total_tokens>[0-9][0-9,]{0,30} tokens left</total_tokens>")
 
 
+_NEWLINES = re.compile(r"\n*")
+
+
 def remove_counters(draft: Draft, *, keep: bool = False) -> bool:
     """Remove counters of remaining tokens from system messages.
 
@@ -76,18 +79,25 @@ def split(text: str) -> tuple[str, list[str]]:
     Elsewhere, or beside other text, a counter could be a user's text, so it stays.
     """
     leading: list[str] = []
-    first, blank, rest = text.partition("\n\n")
-    while blank and COUNTER.fullmatch(first.strip()):
-        text = rest.lstrip("\n")
-        leading.append(first.strip())
-        first, blank, rest = text.partition("\n\n")
+    start = 0
+    while (end := text.find("\n\n", start)) >= 0:
+        if not COUNTER.fullmatch(first := text[start:end].strip()):
+            break
+        leading.append(first)
+        start = _NEWLINES.match(text, end).end()  # type: ignore[union-attr]
     trailing: list[str] = []
-    while True:
-        before, _, line = text.rstrip().rpartition("\n")
-        if not COUNTER.fullmatch(line.strip()):
-            return text, leading + trailing[::-1]
-        text = before.rstrip()
-        trailing.append(line.strip())
+    end = kept = len(text)
+    while end > start:
+        at = max(text.rfind("\n", start, end), start)
+        line = text[at:end].strip()
+        if COUNTER.fullmatch(line):
+            trailing.append(line)
+            kept = at
+        elif line:
+            break
+        end = at
+    text = text[start:kept]
+    return text.rstrip() if trailing else text, leading + trailing[::-1]
 
 
 # -- date_reminder: Qwen Code's reminder of a date that its first message already has ---------

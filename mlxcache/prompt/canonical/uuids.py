@@ -11,6 +11,7 @@ case, without dashes), is not converted.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -75,15 +76,13 @@ def _session_uuids(draft: Draft) -> list[str]:
 
 
 def _stable(draft: Draft, count: int) -> list[str]:
-    texts = [*strings(draft.messages), *strings(draft.tools)]
-    found: list[str] = []
-    attempt = 0
-    while len(found) < count:
-        candidate = _candidate(attempt)
-        attempt += 1
-        if not any(candidate in text for text in texts):
-            found.append(candidate)
-    return found
+    texts = (*strings(draft.messages), *strings(draft.tools))
+    taken = {match[1] for text in texts for match in _CANDIDATE.finditer(text)}
+    free = (one for one in map(_candidate, itertools.count()) if one not in taken)
+    return list(itertools.islice(free, count))
+
+
+_CANDIDATE = re.compile(r"(?=(d[0-9a-f]{7}-[0-9a-f]{4}-4[0-9a-f]{3}-a[0-9a-f]{3}-[0-9a-f]{12}))")
 
 
 def _candidate(number: int) -> str:

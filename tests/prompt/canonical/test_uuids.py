@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -38,6 +39,29 @@ def user(text):
 
 def canonicalise(*messages, stop=(), **fields):
     return Canonicaliser().canonicalise(Chat(messages, **fields), stop=stop)
+
+
+TAKEN = [_candidate(i) for i in range(20_000)]
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [f"/tmp/{OWN}/ ", *TAKEN],
+        ["<total_tokens>9 tokens left</total_tokens>\n\n"] * 20_000,
+        ["\n<total_tokens>9 tokens left</total_tokens>"] * 20_000,
+    ],
+)
+def test_time_grows_with_the_length_of_a_text(parts: list[str]) -> None:
+    """Somebody may write a text of what the rules look for alone."""
+
+    def seconds(count: int) -> float:
+        began = time.process_time()
+        canonicalise(system("You are here. " + "".join(parts[:count])), user("x"))
+        canonicalise(system("".join(parts[:count]) + " You are here."), user("x"))
+        return time.process_time() - began
+
+    assert min(seconds(20_000) for _ in range(3)) < 40 * seconds(2000)
 
 
 @pytest.mark.parametrize("path", PATHS)
