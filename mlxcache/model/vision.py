@@ -38,6 +38,7 @@ Grid = tuple[int, int]
 """Numbers of rows and columns in which the tokens of an image lie."""
 
 MAX_PIXELS = 40_000_000
+MAX_SIDE = 32_768  # resizing an image needs memory for its height times the new width
 
 FORMATS = ("PNG", "JPEG", "GIF", "WEBP")
 ANIMATED = ("PNG", "GIF", "WEBP")  # whose second frame is one of an animation
@@ -204,10 +205,10 @@ def decode(data: bytes) -> npt.NDArray[np.uint8]:
     try:
         with Pillow.open(io.BytesIO(data), formats=FORMATS) as picture:
             width, height = picture.size
-            if width * height > MAX_PIXELS:
+            if width * height > MAX_PIXELS or max(width, height) > MAX_SIDE:
                 raise BadRequest(
-                    f"An image of {width} x {height} pixels is too large: "
-                    f"at most {MAX_PIXELS:,} are accepted.",
+                    f"An image of {width} x {height} pixels is too large: at most "
+                    f"{MAX_PIXELS:,} and {MAX_SIDE:,} a side are accepted.",
                     param="messages",
                 )
             # a photo may have a second picture, such as its depth, which is no animation

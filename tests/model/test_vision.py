@@ -139,6 +139,8 @@ def bomb(width: int, height: int, pixels: bytes = b"") -> bytes:
         (encoded("BMP"), "cannot be read"),
         (encoded("PNG")[:60], "cannot be read"),
         (bomb(10_000, 10_000), "too large"),
+        (bomb(1, 32_769), "32,768 a side"),
+        (bomb(32_769, 1), "32,768 a side"),
         (bomb(60_000, 60_000), "cannot be read"),
         (bomb(2**31 - 1, 1), "cannot be read|too large"),
         (bomb(0, 5), "cannot be read"),
