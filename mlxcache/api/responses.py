@@ -13,6 +13,7 @@ from contextlib import aclosing
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 from sse_starlette.event import ServerSentEvent
 from starlette.requests import Request
 from starlette.responses import Response
@@ -39,9 +40,9 @@ from mlxcache.wire.responses_reply import (
     PREFIX,
     Payload,
     ResponseWriter,
+    SummaryWriter,
     make_response,
     response_of_item,
-    summarised,
 )
 from mlxcache.wire.responses_types import RawItem, ResponsesRequest, is_reference
 from mlxcache.wire.titles import title_from_messages
@@ -62,7 +63,8 @@ async def create_response(deps: http.Deps, request: Request) -> Response:
     """Generate a response to a conversation, which may continue a stored response."""
     body = await http.read_json(request, ResponsesRequest, deps)
     wire.check_supported(body)
-    return await ResponseExchange(deps, request, body).answer()
+    exchange = SummaryExchange if wire.asks_for_summary(body) else ResponseExchange
+    return await exchange(deps, request, body).answer()
 
 
 async def count_input_tokens(deps: http.Deps, request: Request) -> Response:
@@ -84,9 +86,7 @@ async def compact_response(deps: http.Deps, request: Request) -> Response:
     """
     body = await http.read_json(request, ResponsesRequest, deps)
     wire.check_supported(body)
-    if not (body.input or body.previous_response_id):
-        raise BadRequest("`input` is empty: there is nothing to summarise.", param="input")
-    return await CompactExchange(deps, request, wire.ask_for_summary(body)).answer()
+    return await CompactExchange(deps, request, replace(body, stream=False)).answer()
 
 
 async def _continued(deps: http.Deps, body: ResponsesRequest) -> wire.Conversation:
@@ -197,6 +197,8 @@ async def _truncate(deps: http.Deps, chat: Chat, limit: int) -> Chat:
 class ResponseExchange(Exchange):
     """A request for a response. It is among `Deps.running` while it is computed."""
 
+    writer = ResponseWriter
+
     def __init__(self, deps: http.Deps, request: Request, body: ResponsesRequest):
         super().__init__(deps, request, "responses", body, body.prompt_cache_key)
         self.id = self.arrival.id.replace("req_", PREFIX)
@@ -207,7 +209,7 @@ class ResponseExchange(Exchange):
         model = body.model or http.require_model(deps).id
         response = make_response(self.id, model, body, to_sampling(body), self._tools)
         whole = self._format is not None or self._use.choice.required
-        self._writer = ResponseWriter(response, body, self._tools, whole=whole)
+        self._writer = self.writer(response, body, self._tools, whole=whole)
         self._talk = wire.Conversation(())
         self._has_begun = self._is_cancelled = False
 
@@ -339,21 +341,28 @@ class ResponseExchange(Exchange):
             response["store"] = False
 
 
-class CompactExchange(ResponseExchange):
+class SummaryExchange(ResponseExchange):
     """A request for a summary: its last item asks for it. The response is not stored."""
+
+    writer = SummaryWriter
+
+    def __init__(self, deps: http.Deps, request: Request, body: ResponsesRequest):
+        super().__init__(deps, request, wire.ask_for_summary(body))
+
+
+class CompactExchange(SummaryExchange):
+    """A request for a summary, and for the user's messages before it."""
 
     async def whole(self) -> Payload:
         response = await super().whole()
         own = self.id.removeprefix(PREFIX)
         said = [
             {"id": f"{INPUT_PREFIX}{own}_{i}", **_with_parts(item)}
-            for i, item in enumerate(self._talk.items[:-1])
+            for i, item in enumerate(self._talk.items)
             if item.get("role") == "user"
         ]
-        summary = {"type": "compaction", "id": f"cmp_{own}"}
-        summary["encrypted_content"] = summarised(response)
         kept = {name: response[name] for name in ("id", "created_at", "usage")}
-        return {**kept, "object": "response.compaction", "output": [*said, summary]}
+        return {**kept, "object": "response.compaction", "output": [*said, *response["output"]]}
 
 
 async def with_silences(events: AsyncIterable[T], seconds: float) -> AsyncGenerator[T | None, None]:

@@ -79,7 +79,7 @@ def make_response(
     }
 
 
-def summarised(response: Payload) -> str:
+def _summarised(response: Payload) -> str:
     """Return the text of a whole response in the form that an item `compaction` has.
 
     Raises GenerationFailed if it has no text, or was cut.
@@ -302,3 +302,22 @@ class ResponseWriter:
     def _event(self, type: str, **fields: Any) -> Payload:
         number, self._number = self._number, self._number + 1
         return {"type": f"response.{type}", "sequence_number": number, **fields}
+
+
+class SummaryWriter(ResponseWriter):
+    """Writer of a response whose only output item is `compaction`: the text that was written."""
+
+    def feed(self, event: Event) -> list[Payload]:
+        number = self._number
+        super().feed(event)
+        self._number = number  # those events are not sent
+        if not isinstance(event, Finished):
+            return []
+        summary = {"type": "compaction", "id": f"cmp_{self.response['id'].removeprefix(PREFIX)}"}
+        text = _summarised(self.response)
+        self._output.clear()
+        begun = {**summary, "encrypted_content": ""}
+        self._emit("output_item.added", output_index=0, item=begun)
+        self._add({**summary, "encrypted_content": text})
+        events, self._events = self._events, []
+        return events

@@ -53,6 +53,8 @@ def check_supported(body: types.ResponsesRequest) -> None:
     if body.top_logprobs and not wants_logprobs(body):
         message = f"`top_logprobs` needs `include` with '{LOGPROBS}'."
         raise BadRequest(message, param="top_logprobs")
+    if any(item.get("type") == types.TRIGGER for item in read_input(body)[:-1]):
+        raise BadRequest(f"`input`: an item `{types.TRIGGER}` must be the last.", param="input")
     openai.check_template_args(body.chat_template_kwargs)
 
 
@@ -184,21 +186,27 @@ _ASK_FOR_SUMMARY = (
 )
 
 
+def asks_for_summary(body: types.ResponsesRequest) -> bool:
+    return any(item.get("type") == types.TRIGGER for item in read_input(body)[-1:])
+
+
 def ask_for_summary(body: types.ResponsesRequest) -> types.ResponsesRequest:
     """Return the request whose reply is a summary of the conversation of `body`.
 
     Its prompt begins as that of the conversation's next turn, so it reuses the KV of the last one.
     """
-    asking = {"type": "message", "role": "user", "content": _ASK_FOR_SUMMARY}
+    asking = [] if asks_for_summary(body) else [{"type": types.TRIGGER}]
+    items = [*read_input(body), *asking]
+    if len(items) == 1 and not body.previous_response_id:
+        raise BadRequest("`input` is empty: there is nothing to summarise.", param="input")
     return msgspec.structs.replace(
         body,
-        input=[*read_input(body), asking],
+        input=items,
         tool_choice="none",
         truncation=None,
         stop=None,
         text=None,
         store=False,
-        stream=False,
     )
 
 
@@ -238,6 +246,8 @@ class _ChatWriter:
                 self._write_reasoning(item)
             case types.Compaction():
                 self._write_summary(item, where)
+            case types.CompactionTrigger():
+                self.messages.append({"role": "user", "content": _ASK_FOR_SUMMARY})
 
     def _write_message(self, message: types.Message, where: str) -> None:
         if message.content is None:

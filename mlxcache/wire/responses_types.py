@@ -79,7 +79,22 @@ class Compaction(Struct):
     encrypted_content: str
 
 
-Item = Message | FunctionCall | CustomCall | CallOutput | Reasoning | LocalShellCall | Compaction
+class CompactionTrigger(Struct):
+    """The last item of a request whose reply is an item `compaction`."""
+
+
+Item = (
+    Message
+    | FunctionCall
+    | CustomCall
+    | CallOutput
+    | Reasoning
+    | LocalShellCall
+    | Compaction
+    | CompactionTrigger
+)
+
+TRIGGER = "compaction_trigger"
 
 ITEMS: Mapping[str, type[Item]] = {
     "message": Message,
@@ -92,6 +107,7 @@ ITEMS: Mapping[str, type[Item]] = {
     "reasoning": Reasoning,
     "compaction": Compaction,
     "compaction_summary": Compaction,  # as some versions of Codex call it
+    TRIGGER: CompactionTrigger,
 }
 
 _REFERENCE = frozenset({"type", "id"})

@@ -66,16 +66,31 @@ def test_a_conversation_is_compacted_warm_and_goes_on_from_its_summary(quoting: 
     first = client.responses.create(input=said, **head, **model)
     said += [*(item.to_dict() for item in first.output), {"role": "user", "content": "Go on."}]
     last: Any = client.responses.create(input=said, **head, **model)
+    ends: Any = {"temperature": 0, "min_tokens": 4, "logit_bias": {"2": 100}}
     asked: Any = client.responses.compact(
-        input=said, model="m", extra_body={"stop": ["e", " "], "truncation": "auto"}, **head
+        input=said, model="m", extra_body={"stop": ["e", " "], "truncation": "auto", **ends}, **head
     )
     assert asked.object == "response.compaction"
     *users, summary = asked.output
     assert [item.content[0].text for item in users] == [words(5, 60), "Go on."]
     assert summary.type == "compaction"
     assert fed(asked) < 250 < last.usage.input_tokens
+    trigger: Any = {"type": "compaction_trigger"}
+    streamed = client.responses.create(
+        input=[*said, trigger], model="m", stream=True, extra_body=ends, **head
+    )
+    events: list[Any] = list(streamed)
+    assert [e.sequence_number for e in events] == list(range(len(events)))
+    assert [e.item.type for e in events if e.type == "response.output_item.done"] == ["compaction"]
+    assert events[-1].type == "response.completed"
+    assert fed(events[-1].response) == 1
+    (again,) = events[-1].response.output
     text = SignatureReader().recover("", summary.encrypted_content)
     assert text
+    assert SignatureReader().recover("", again.encrypted_content) == text
+    for wrong, message in (([trigger, *said], "must be the last"), ([trigger], "is empty")):
+        with pytest.raises(openai.BadRequestError, match=message):
+            client.responses.create(input=wrong, model="m")
     goes_on: Any = [item.to_dict() for item in asked.output] + [
         {"role": "user", "content": "Next."}
     ]
