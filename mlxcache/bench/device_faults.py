@@ -15,6 +15,7 @@ from unittest.mock import patch
 import mlx.core as mx
 
 from mlxcache.model import device, kv
+from mlxcache.model.adapters import Checkpointed, Sliced, adapter_of
 from mlxcache.model.arrays import tree_arrays
 from mlxcache.model.kv import Caches
 from mlxcache.scheduling.decoder import Decoder
@@ -128,7 +129,12 @@ class FailingDevice:
             for slot, start in zip(_linear(caches), before, strict=True)
             for array in kv.arrays_of(slot)
         ]
-        states = [slot.state for caches, _ in fed for slot in kv.opaque_slots(kv.flatten(caches))]
+        states = [
+            slot.state
+            for caches, _ in fed
+            for slot in kv.flatten(caches)
+            if isinstance(adapter_of(slot), Checkpointed)
+        ]
         kept = {id(array) for array, *_ in buffers}
         for array in [*results, *tree_arrays(states)]:
             if id(array) not in kept and array.size:
@@ -170,9 +176,11 @@ def _is_lazy(array: mx.array) -> bool:
 
 
 def _linear(caches: Caches) -> list[Any]:
-    slots = kv.flatten(caches)
-    opaque = {id(slot) for slot in kv.opaque_slots(slots)}
-    return [slot for slot in slots if id(slot) not in opaque and isinstance(slot.offset, int)]
+    return [
+        slot
+        for slot in kv.flatten(caches)
+        if isinstance(adapter_of(slot), Sliced) and isinstance(slot.offset, int)
+    ]
 
 
 def _wrong(array: mx.array, *, nan: bool) -> mx.array:

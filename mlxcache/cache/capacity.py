@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from mlxcache.cache.checkpoints import stops
+from mlxcache.cache.checkpoints import most_checkpoints, stops
 from mlxcache.cache.path_write import RUN_BYTES, RUN_TOKENS
 from mlxcache.cache.ram import with_slack
 from mlxcache.config import format_size
 from mlxcache.model.device import DeviceKind
 from mlxcache.model.kv import Layout
 from mlxcache.store.digests import BLOCK
-from mlxcache.tree.thinning import BUDGET_SHARE, allowed, checkpoints_to_drop
+from mlxcache.tree.thinning import BUDGET_SHARE, checkpoints_to_drop
 
 MIN_TRANSIENT = 16 << 20
 
@@ -175,10 +175,9 @@ def _held(layout: Layout, talk: Talk, tokens: int, budget: Fit) -> Held:
 
 
 def _most(layout: Layout, tokens: int, limit: int) -> int:
-    size = max(1, layout.checkpoint_bytes)
-    most = allowed(tokens * layout.bytes_per_token, size, limit) // size
     share = BUDGET_SHARE if layout.specs else 1.0
-    return min(most, int(limit * share) // size)
+    most = int(limit * share) // max(1, layout.checkpoint_bytes)
+    return min(most, most_checkpoints(layout, tokens, limit))
 
 
 def _kept(layout: Layout, positions: set[int], tokens: int, limit: int) -> set[int]:

@@ -5,12 +5,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mlxcache.model.kv import Layout
 from mlxcache.prompt.marks import MARK_DISTANCE
 from mlxcache.tree.node import Node
-from mlxcache.tree.thinning import checkpoints_to_drop
+from mlxcache.tree.thinning import NEWEST, allowed, checkpoints_to_drop
 
 SPACING = 4000
 """Tokens between the checkpoints of a long part of a prompt without marks."""
+
+
+WINDOW_SHARE = 4
+"""Divisor: checkpoints that are windows alone may take 1/WINDOW_SHARE of their path's KV.
+
+They are large, and with memory to spare the rows between them are kept too.
+"""
+
+
+def most_checkpoints(layout: Layout, tokens: int, limit: int) -> int:
+    """Return how many checkpoints a path of `tokens` tokens may have in a tier of `limit` bytes."""
+    size, kv_bytes = max(1, layout.checkpoint_bytes), tokens * layout.bytes_per_token
+    if layout.keeps_rows:
+        return max(NEWEST + 1, kv_bytes // (WINDOW_SHARE * size))
+    return allowed(kv_bytes, size, limit) // size
 
 
 def stops(

@@ -27,13 +27,13 @@ import mlx.core as mx
 from mlxcache.cache.disk import DiskTier
 from mlxcache.cache.kv_io import KVFiles
 from mlxcache.cache.main_conversation import NO_HINTS, CacheHints, MainConversations
-from mlxcache.cache.placement import Placement, finite_prefix, intact, reusable
+from mlxcache.cache.placement import Placement, finite_prefix, intact, owner_at, reusable
 from mlxcache.cache.ram import STEP, Evict, NoWrites, RamTier, rounded
 from mlxcache.cache.restore import MIN_UNKNOWN, DiskLookup
 from mlxcache.cache.shared_ram import MemoryWaits, SharedRam
 from mlxcache.errors import Inconsistent
-from mlxcache.model import device
-from mlxcache.model.kv import Layout
+from mlxcache.model import device, kv
+from mlxcache.model.kv import Layout, State
 from mlxcache.model.lineage import Lineage, NewLineage, ends_finite, finite_upto
 from mlxcache.store.digests import BLOCK
 from mlxcache.store.leaves import LeafRow
@@ -231,7 +231,9 @@ class KVCache:
         cached, state = reusable(self.layout, match, len(ids))
         awaiting_state = planned > cached
         if awaiting_state:
-            cached, state = intact(self.layout, match, planned), None
+            cached, state = intact(match, planned), None
+        elif cached and state is None and self.layout.opaque:
+            state = owner_at(match, cached).state_at(cached)
         least = rounded(len(ids) + min(reply, STEP))
         last = match.nodes[-1] if match.nodes else None
         if last is not None:
@@ -260,7 +262,7 @@ class KVCache:
                 self.release(lease)
                 return None
             lease.state_bytes = self.layout.running_bytes
-            lease.lineage.restore(state)
+            self._continue_from(lease, state)
             if hints.asked:
                 key = hints.conversation_key
                 uses = self.tree.count_use(self.tree.match(ids), len(ids), key)
@@ -269,6 +271,15 @@ class KVCache:
             self.release(lease)
             raise
         return lease
+
+    def _continue_from(self, lease: Lease, state: State | None) -> None:
+        """Set the lease's lineage to `state`, the one after its `cached` tokens."""
+        lineage = lease.lineage
+        if lease.awaiting_state or not lineage.covers(lease.cached):
+            self.ram.drop_rows(lineage)
+            lineage.restore(state)
+        if not lease.awaiting_state:
+            self.ram.keep_rows(lineage)
 
     # -- restoring ---------------------------------------------------------------------------------
 
@@ -307,6 +318,7 @@ class KVCache:
             self.commit(lease, lookup.ids, checkpoint=True)
         if complete:
             lease.note_restored()
+            self.ram.keep_rows(lease.lineage)
         return complete
 
     # -- growing and committing --------------------------------------------------------------------
@@ -320,6 +332,7 @@ class KVCache:
         if capacity is not None:
             with self._placement.charged(lineage, capacity, leased=True):
                 lineage.grow(capacity)
+            self.ram.keep_rows(lineage)
         return capacity is not None
 
     @property
@@ -330,8 +343,19 @@ class KVCache:
         """Make room for the next turn of a conversation by a copy; False if there is none."""
         return self._placement.grow_ahead()
 
-    def commit(self, lease: Lease, ids: Tokens, *, checkpoint: bool, final: bool = False) -> None:
-        """Add the first `lease.length` tokens of `ids`, prompt and reply, to the tree.
+    def commit(
+        self,
+        lease: Lease,
+        ids: Tokens,
+        *,
+        checkpoint: bool,
+        upto: int | None = None,
+        final: bool = False,
+    ) -> None:
+        """Add the first `upto` tokens of `ids`, prompt and reply, to the tree.
+
+        They are all of the lease's, unless sliding windows are the only states; these must still
+        have the rows before `upto`.
 
         `checkpoint`: also store the state at their end, if there is room; may evict for it.
         `final`: the lease is released next, so the checkpoint may take bytes that are withheld
@@ -344,7 +368,8 @@ class KVCache:
         device.confirm()
         lineage.mark_confirmed()
         key = lease.hints.conversation_key
-        node = self.tree.insert(ids[: lineage.length], lineage, key)
+        upto = lineage.length if upto is None else upto
+        node = self.tree.insert(ids[:upto], lineage, key)
         self.tree.lock(node)
         before, lease.node = lease.node, node
         if before is not None:
@@ -355,7 +380,8 @@ class KVCache:
 
     def _set_checkpoint(self, lease: Lease, node: Node, end: int, *, final: bool) -> None:
         lineage, evict = lease.lineage, lease.evict_now
-        size = lineage.state_bytes
+        early = node.end < lineage.length
+        size = kv.nbytes(lineage.state_at(node.end)) if early else lineage.state_bytes
         reserved = self.ram.reserve_checkpoint(node, size, end, evict=evict)
         shared = self.ram.shared
         if not reserved and final and shared.withheld:
@@ -364,7 +390,7 @@ class KVCache:
         if not reserved:
             return
         try:
-            state = lineage.capture()
+            state = kv.copied(lineage.state_at(node.end)) if early else lineage.capture()
             device.confirm()
             self.tree.set_checkpoint(node, state, size)
         except BaseException:
@@ -374,31 +400,19 @@ class KVCache:
     def _take_over_path(self, lease: Lease, node: Node) -> None:
         """Make the lease's lineage hold segments of its path that other lineages held.
 
-        These are segments whose KV was lost, segments that were fed again because there was no
-        state to continue from, and segments whose sliding windows only this lineage holds. The
-        lineage has their KV anyway, so other copies can be released.
+        These are segments whose KV was lost, and segments that were fed again because there was no
+        state to continue from. The lineage has their KV anyway, so other copies can be released.
         """
         lineage = lease.lineage
-        windows = self._split_at_windows(lineage, node) if self.layout.longest_window else []
         path = node.path()[1:]
         holds = any(n.value is lineage and n.end <= lease.cached for n in path)
-        fed = max(lease.cached, lineage.window_valid_from) if holds else node.end
-        lost = [n for n in path if n.value is not lineage and (n.value.lost or n.start >= fed)]
-        again = list(dict.fromkeys([*lost, *windows]))
+        fed = lease.cached if holds else node.end
+        again = [n for n in path if n.value is not lineage and (n.value.lost or n.start >= fed)]
         others = {id(n.value): n.value for n in again}
         self.tree.retarget(again, lineage)
         for other in others.values():
             if id(other) in self.ram.idle and self.tree.live_range(other) is None:
                 self.ram.shrink(other, force=True)
-
-    def _split_at_windows(self, lineage: Lineage, node: Node) -> list[Node]:
-        """Return nodes on the path to `node` whose KV of sliding windows only `lineage` holds."""
-        valid = lineage.window_valid_from
-        bare = [n for n in node.path()[1:] if n.value.window_valid_from > max(n.start, valid)]
-        for each in bare:
-            if each.start < valid < each.end:
-                self.tree.split_at(each, valid)
-        return [n for n in bare if n.start >= valid and n.value is not lineage]
 
     def persist(self, lease: Lease, ids: Tokens, *, whole: bool = False) -> None:
         """Queue committed tokens for writing to disk. Does not block.
@@ -450,7 +464,8 @@ class KVCache:
             self.tree.unlock(lease.node)
             lease.node = None
         if not lineage.lost:
-            lineage.rest()
+            if not lineage.rows:
+                lineage.rest()
             self.ram.set_idle(lineage)
         self.budget.release("states", lease.state_bytes)
         del self._leases[id(lease)]
@@ -469,6 +484,7 @@ class KVCache:
         """
         lineage = lease.lineage
         held = self.tree.live_range(lineage)
+        self.ram.drop_rows(lineage)
         lineage.truncate(held[1] if held else 0)
         try:
             if not lineage.sound():
@@ -488,6 +504,7 @@ class KVCache:
         for lineage in [*self.ram.idle.values(), *self.ram.busy.values()]:
             if lineage.survives_failure():
                 lineage.mark_confirmed()
+                self.ram.drop_rows(lineage)
             else:
                 self.ram.discard(lineage)
 
@@ -497,6 +514,7 @@ class KVCache:
         The prefix that it reused and the tokens that other requests share stay as far as their KV
         is finite. The lease stays, but its lock on the tree is released.
         """
+        self.ram.drop_rows(lease.lineage)
         reused = min(lease.cached, finite_upto(lease.lineage))
         kept = finite_prefix(self.tree.match(ids, touch=False), reused)
         log.warning(
@@ -544,8 +562,9 @@ class KVCache:
         idle = sum(each.nbytes for each in self.ram.idle.values())
         self.ram.evict(max(1, idle // OOM_SHARE))
         mx.clear_cache()
-        lease.lineage.truncate(lease.length)
-        return lease.lineage.sound()
+        lineage = lease.lineage
+        lineage.truncate(lineage.length)
+        return lineage.sound() and kv.are_sound(kv.states(lineage.slots))
 
     def end_pressure(self) -> None:
         self.ram.shared.withhold(0)

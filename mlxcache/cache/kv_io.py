@@ -51,10 +51,9 @@ class KVFiles:
         for piece, arrays in zip(pieces, runs, strict=True):
             first = lineage.length - piece.first
             last = min(piece.end, lookup.target) - piece.first
-            late = piece.end > lookup.windows_from
-            slots = self._slots(arrays, first, last, late)
             held, wait = arrays[0][0].shape[0], piece is pieces[-1]
-            lineage.append(slots, last - first, windows=late, held=held, wait=wait)
+            slots = self._slots(arrays, first, last)
+            lineage.append(slots, last - first, held=held, wait=wait)
 
     def load_state(self, lookup: DiskLookup, lineage: Lineage) -> None:
         """Set the opaque slots to the checkpoint that the lookup has found, if it has one."""
@@ -63,17 +62,15 @@ class KVFiles:
             lineage.set_state(state)
 
     def _slots(
-        self, arrays: list[list[mx.array]], first: int, last: int, late: bool
+        self, arrays: list[list[mx.array]], first: int, last: int
     ) -> Iterator[list[mx.array]]:
         """Yield each linear slot's arrays of positions [first, last) in turn, for `Lineage.append`.
 
         `arrays`: those of a run by slot, of shape (tokens, heads, dim); a slot is removed when it
-        is yielded. `first` and `last` count from the run's start. If the run is not `late`, it does
-        not reach into the sliding windows, for which zeros are yielded.
+        is yielded. `first` and `last` count from the run's start.
         """
-        for window in self.layout.windows:
-            rows = serialise.row_major([arrays.pop(0)], first, last)[0]
-            yield rows if late or window is None else [mx.zeros_like(row) for row in rows]
+        while arrays:
+            yield serialise.row_major([arrays.pop(0)], first, last)[0]
 
 
 def _loadable(lookup: DiskLookup, lineage: Lineage) -> list[RunPart]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from mlxcache.cache.checkpoints import most_checkpoints
 from mlxcache.cache.kv_io import KVFiles
 from mlxcache.model.kv import Layout, State
 from mlxcache.store.digests import BLOCK
 from mlxcache.store.found import Found
 from mlxcache.store.writer import Job
 from mlxcache.tree.node import Node
-from mlxcache.tree.thinning import FEWEST, allowed, checkpoints_to_drop
+from mlxcache.tree.thinning import FEWEST, checkpoints_to_drop
 from mlxcache.types import Tokens
 
 RUN_TOKENS, RUN_BYTES = 2048, 32 << 20
@@ -92,16 +93,21 @@ class PathWrite:
         self.at = whole if layout.specs else len(self.ids)
         present = [one.position for one in found.checkpoints]
         lacking = lacking_checkpoints([at for at, _ in self.wanted if at <= len(self.ids)], present)
-        size, kv_bytes = layout.checkpoint_bytes, len(self.ids) * layout.bytes_per_token
-        most = allowed(kv_bytes, size, limit) // max(1, size)
+        size = layout.checkpoint_bytes
+        most = most_checkpoints(layout, len(self.ids), limit)
         new = len(self.ids) - max(present, default=0)
+        paid = new * layout.bytes_per_token // max(1, size)
         if layout.specs:  # of those of several turns, as many as the new KV has bytes for
-            more = new * layout.bytes_per_token // max(1, size)
-            most = min(most, max(FEWEST, len(present) + more))
+            most = min(most, max(FEWEST, len(present) + paid))
         dropped = checkpoints_to_drop(
             sorted({*present, *lacking}), len(self.ids), most, kept=present
         )
         self.states = [one for one in self.wanted if one[0] in lacking and one[0] not in dropped]
+        if layout.keeps_rows:  # the first and the newest, as many as the new KV has bytes for
+            newest = len(self.states) - max(1, paid - 1)
+            self.states = [
+                one for i, one in enumerate(self.states) if i >= newest or (not i and paid > 1)
+            ]
         self.may_rest = new < UNWRITTEN and new * layout.bytes_per_token < len(self.states) * size
         self.stage = "copying"
         self._check_end()

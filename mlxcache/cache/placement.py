@@ -25,30 +25,25 @@ def reusable(layout: Layout, match: Match, prompt_tokens: int) -> tuple[int, Sta
     """
     if not layout.cacheable:
         return 0, None
-    limit = intact(layout, match, prompt_tokens - 1)
+    limit = intact(match, prompt_tokens - 1)
     if not layout.opaque:
+        return limit, None
+    if layout.keeps_rows and limit and owner_at(match, limit).covers(limit):
         return limit, None
     found = [(at, node) for at, node in match.checkpoints if at <= limit]
     return (found[-1][0], found[-1][1].checkpoint) if found else (0, None)
 
 
-def intact(layout: Layout, match: Match, upto: int) -> int:
-    """Return how many leading tokens of a match, at most `upto`, have all their KV in RAM.
-
-    If a sliding window that the model needs to continue reaches into a segment that was restored
-    without the KV of sliding windows, the result is the start of the first segment that was.
-    """
+def intact(match: Match, upto: int) -> int:
+    """Return how many leading tokens of a match, at most `upto`, have all their KV in RAM."""
     limit = min(match.length, upto)
-    lost = next((start for value, start, _ in match.segments if value.lost), limit)
-    limit = min(limit, lost)
-    hollow = [
-        (start, min(value.window_valid_from, end))
-        for value, start, end in match.segments
-        if value.window_valid_from > start
-    ]
-    if hollow and hollow[0][0] < limit < hollow[-1][1] + layout.longest_window:
-        return hollow[0][0]
-    return limit
+    return min(limit, next((start for value, start, _ in match.segments if value.lost), limit))
+
+
+def owner_at(match: Match, position: int) -> Lineage:
+    """Return the lineage that holds the token before `position`."""
+    owner: Lineage = match.spans(position)[-1][0]
+    return owner
 
 
 def finite_prefix(match: Match, reused: int) -> int:
@@ -163,6 +158,7 @@ class Placement:
                 for span in spans[at + 1 :]:
                     owner.append_span(span)
             else:
+                self._ram.drop_rows(owner)
                 owner.fill(spans, capacity)
             node = self._split_node(match, cached)
             placed = Placed(owner, node)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import mlx.core as mx
 
-from mlxcache.cache.checkpoints import Trail
+from mlxcache.cache.checkpoints import Trail, most_checkpoints
 from mlxcache.cache.shared_ram import SharedRam
 from mlxcache.cache.write_behind import WriteBehind
 from mlxcache.model import device
@@ -22,7 +22,7 @@ from mlxcache.model.lineage import Lineage, NewLineage
 from mlxcache.tree.budget import Budget
 from mlxcache.tree.node import Node
 from mlxcache.tree.prefix_tree import PrefixTree
-from mlxcache.tree.thinning import BUDGET_SHARE, allowed
+from mlxcache.tree.thinning import BUDGET_SHARE
 
 log = logging.getLogger("mlxcache.engine")
 
@@ -261,8 +261,8 @@ class RamTier:
     def evict_once(self, needed: int, worth: float = CHECKPOINT_WORTH) -> bool:
         """Evict checkpoints on the path to the leaf node with the lowest worth, or its last tokens.
 
-        `needed`: bytes to free; fewer may be freed. Returns False if a request or a pending write
-        uses every leaf node.
+        `needed`: bytes to free; fewer may be freed. If a request or a pending write uses every leaf
+        node, checkpoints on their paths are dropped; returns False if none is left to drop.
 
         With opaque slots, checkpoints on the path to the node are dropped first (see `Trail`), up
         to `needed` bytes, unless the conversation has continued on another branch, which uses them.
@@ -271,7 +271,7 @@ class RamTier:
         """
         leaf = self.tree.least_leaf()
         if leaf is None:
-            return False
+            return self._thin_in_use(needed) > 0
         if self.layout.opaque and not leaf.usage.replaced and self._thin(leaf, needed, worth):
             return True
         length = leaf.end - leaf.start
@@ -292,6 +292,19 @@ class RamTier:
         for node in Trail.to(leaf).checkpoints_to_drop(leaf.end, 0, worth=worth):
             if not node.locks and freed < needed:
                 freed += self._drop_checkpoint(node)
+        return freed
+
+    def _thin_in_use(self, needed: int) -> int:
+        """Drop checkpoints of all paths but the newest of each, until `needed` bytes are free."""
+        freed = 0
+        for leaf in self.tree.leaves() if self.layout.opaque else ():
+            trail = Trail.to(leaf)
+            less = trail.checkpoints_to_drop(leaf.end, 0)
+            for node in dict.fromkeys([*less, *trail.nodes[:-1]]):
+                if freed >= needed:
+                    return freed
+                if len(node.children) < 2:
+                    freed += self._drop_checkpoint(node)
         return freed
 
     def _drop_checkpoint(self, node: Node) -> int:
@@ -316,6 +329,7 @@ class RamTier:
 
     def evict(self, size: int) -> None:
         goal = self.budget.used - size
+        self._drop_spare_rows(lambda: self.budget.used <= goal)
         while self.budget.used > goal and self.evict_once(self.budget.used - goal):
             pass
 
@@ -334,6 +348,29 @@ class RamTier:
 
     # -- compacting --------------------------------------------------------------------------------
 
+    def keep_rows(self, lineage: Lineage) -> None:
+        """Let a lineage in use keep the rows of its windows, if there is memory to spare."""
+        lacking = lineage.lacking_rows * self.layout.window_bytes
+        if not self.layout.keeps_rows or not lacking:
+            return
+        if self.spares(lacking) and self.reserve("kv", lacking, evict="no"):
+            held = lineage.nbytes
+            try:
+                lineage.keep_rows()
+            finally:
+                self.budget.release("kv", held + lacking - lineage.nbytes)
+        elif lineage.rows:
+            held = lineage.nbytes
+            lineage.slide()
+            self.budget.release("kv", held - lineage.nbytes)
+
+    def drop_rows(self, lineage: Lineage) -> None:
+        """Drop the rows of an idle lineage's windows; checkpoints stay."""
+        if lineage.rows:
+            held = lineage.nbytes
+            lineage.rest()
+            self.budget.release("kv", held - lineage.nbytes)
+
     def compact_idle(self, *, evict: Evict = "idle") -> None:
         """Compact idle lineages with many unused positions to the range that the tree uses.
 
@@ -341,6 +378,7 @@ class RamTier:
         them. All do with memory to spare.
         """
         self._bound_buffers(evict=evict)
+        self._drop_spare_rows(self.spares)
         if self.spares():
             return
         spare = [x for x in self.idle.values() if self._has_spare(x)]
@@ -349,12 +387,22 @@ class RamTier:
                 self.shrink(lineage, force=True)
 
     def compact_spare(self, enough: Callable[[], bool]) -> None:
-        """Compact idle lineages with many unused positions, until `enough()` or none is left."""
+        """Compact idle lineages with many unused positions, until `enough()` or none is left.
+
+        The rows of sliding windows go first.
+        """
+        self._drop_spare_rows(enough)
         for lineage in list(self.idle.values()):
             if enough():
                 return
             if self._has_spare(lineage):
                 self.shrink(lineage, force=True)
+
+    def _drop_spare_rows(self, enough: Callable[[], bool]) -> None:
+        for lineage in [lineage for lineage in self.idle.values() if lineage.rows]:
+            if enough():
+                return
+            self.drop_rows(lineage)
 
     def _has_spare(self, lineage: Lineage) -> bool:
         start, end = self.tree.live_range(lineage) or (0, 0)
@@ -415,9 +463,7 @@ class RamTier:
         return int(limit * BUDGET_SHARE) if self.layout.specs else limit
 
     def max_checkpoints(self, tokens: int) -> int:
-        size = self.layout.checkpoint_bytes
-        kv_bytes = tokens * self.layout.bytes_per_token
-        return allowed(kv_bytes, size, self.budget.limit) // max(1, size)
+        return most_checkpoints(self.layout, tokens, self.budget.limit)
 
     def reserve_checkpoint(self, node: Node, size: int, end: int, *, evict: Evict = "idle") -> bool:
         """Reserve `size` bytes for a checkpoint at `node`, on a path of `end` tokens.

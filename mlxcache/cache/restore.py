@@ -17,7 +17,6 @@ from mlxcache.cache.kv_io import KVFiles
 from mlxcache.errors import StoreError
 from mlxcache.model.kv import Layout
 from mlxcache.model.lineage import Lineage
-from mlxcache.store.digests import BLOCK
 from mlxcache.store.found import Found, RunPart, Saved
 from mlxcache.store.store import Store
 from mlxcache.types import Tokens
@@ -42,9 +41,7 @@ class DiskLookup:
     are in RAM; files with only those are not verified. `found`: the search has ended. `target`:
     position up to which to restore, 0 if the gain would be too small. `verified`: position up to
     which the run files were verified. `failed`: nothing more will be verified. `dropped`: no
-    request needs the result any more. `shared`: tokens shared with earlier prompts on disk. Run
-    files that end at `windows_from` or before are read without the arrays of sliding windows,
-    because no later position uses those.
+    request needs the result any more. `shared`: tokens shared with earlier prompts on disk.
     """
 
     ids: Tokens
@@ -54,7 +51,6 @@ class DiskLookup:
     pieces: tuple[RunPart, ...] = ()
     state: Saved | None = None
     verified: int = 0
-    windows_from: int = 0
     state_verified: bool = False
     failed: bool = False
     dropped: bool = False
@@ -171,10 +167,6 @@ class Restorer:
         if target - lookup.known < MIN_GAIN:
             return
         lookup.pieces = tuple(p for p in found.pieces if p.start < target)
-        if not lookup.known and self._layout.longest_window:
-            # the next write begins with the last incomplete block
-            seen = max(0, target - self._layout.longest_window)
-            lookup.windows_from = min(seen, target // BLOCK * BLOCK)
         lookup.state, lookup.target = state, target
 
     def _verify(self, lookup: DiskLookup) -> None:
@@ -186,16 +178,11 @@ class Restorer:
             if lookup.dropped:
                 return
             if following is not None:
-                self._store.read_ahead(following, self._needed_bytes(lookup, following))
+                self._store.read_ahead(following)
             if piece is not None:
-                self._store.verify(piece, lookup.ids, late=piece.end > lookup.windows_from)
+                self._store.verify(piece, lookup.ids)
                 lookup.verified = piece.end
                 self._wake()
-
-    def _needed_bytes(self, lookup: DiskLookup, piece: RunPart) -> int:
-        """Return how many bytes of a run's file are read; those of sliding windows come last."""
-        unread = self._layout.window_bytes if piece.end <= lookup.windows_from else 0
-        return piece.nbytes - unread * (piece.last - piece.first)
 
     # -- on the MLX thread -------------------------------------------------------------------------
 

@@ -362,7 +362,7 @@ class WriteBehind:
         match = self._tree.match(path.ids[:end], touch=False)
         spans: list[Span] = match.spans(end) if match.length >= end else []
         within = [(owner, max(start, a), b) for owner, a, b in spans if b > start]
-        if not within or any(owner.lost or owner.window_valid_from > a for owner, a, _ in within):
+        if not within or any(owner.lost for owner, _, _ in within):
             path.stop()
             return None
         size = serialise.run_bytes(self.layout, end - start)
@@ -375,7 +375,7 @@ class WriteBehind:
             self.buffers.give_back(out)
             raise
         path.advance(end)
-        return Job(path.ids[:end], start, tensors, size, path, serialise.late_names(self.layout))
+        return Job(path.ids[:end], start, tensors, size, path)
 
     # -- answers of the writer's thread ------------------------------------------------------------
 

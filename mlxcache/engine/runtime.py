@@ -295,7 +295,7 @@ class ModelRuntime:
         return Conversations(
             costs,
             self.settings.speculate_tokens,
-            redo=self.layout.opaque,
+            redo=self.layout.recurrent,
             forms=self._result_forms,
         )
 

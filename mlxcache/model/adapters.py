@@ -4,7 +4,6 @@ The cache of a model is a list with one object per layer. A composite cache is r
 members. These objects are called *slots*. A slot is one of
 
 - sliced (linear): arrays with a row for every position, token axis -2; any range can be sliced out;
-- a window: sliced too, but continuing at a position needs only the positions shortly before it;
 - checkpointed (opaque): its state stands for exactly one position.
 
 A class that is not named here is unknown, and its content is never reused. MLX thread only.
@@ -29,9 +28,20 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 
-from mlxcache.model.arrays import ArraySpec, appended, tree_arrays
+from mlxcache.model.arrays import (
+    ArraySpec,
+    appended,
+    copied,
+    copied_tree,
+    held_tree,
+    joined,
+    tree_arrays,
+)
 from mlxcache.model.grouped import NAME as LAYER_CACHE
 from mlxcache.model.grouped import GroupedCache, GroupRows, RecentRows, grouped
+
+REWINDS = 64
+"""Positions that a window keeps behind itself, for guesses that passes find wrong."""
 
 Kind = Literal[
     "sliceable", "latent", "grouped", "window", "recurrent", "chunked", "recent", "ring", "unknown"
@@ -79,9 +89,6 @@ class Sliced:
         """Set the slot's length to `offset` positions; later ones will be overwritten."""
         slot.offset = offset
 
-    def window(self, slot: Any) -> int | None:
-        return None
-
     def numbers(self, slot: Any) -> dict[str, int]:
         """Return the integers in mlx-lm's flattened `state` that are the same at every position."""
         return {}
@@ -97,24 +104,6 @@ class Sliced:
     def comparable(self, slot: Any, arrays: Sequence[mx.array]) -> list[mx.array]:
         """Convert arrays of a slot to plain ones that can be compared number by number."""
         return list(arrays)
-
-
-class Windowed(Sliced):
-    def kind(self, slot: Any) -> Kind:
-        return "window"
-
-    def end_at(self, slot: Any, offset: int) -> None:
-        slot.offset = slot._idx = offset
-        slot._start = max(0, offset - slot.max_size)
-
-    def window(self, slot: Any) -> int | None:
-        return int(slot.max_size)
-
-    def numbers(self, slot: Any) -> dict[str, int]:
-        return {"3": 0, "4": slot.max_size}
-
-    def plain(self, slot: Any) -> Any:
-        return slot.ring()
 
 
 class Quantised(Sliced):
@@ -163,31 +152,91 @@ class Grouped(Sliced):
 
 
 class WindowCache(RotatingKVCache):  # type: ignore[misc]
-    """Cache of a sliding-window layer that keeps every position instead of a ring of the newest.
+    """Cache of a sliding-window layer whose newest `REWINDS` positions can be taken back.
 
-    The model gets what `RotatingKVCache` would return: the last `max_size - 1` positions and the
-    new ones. Nothing is overwritten, so the window before any position can be sliced out later.
+    Its buffers hold the rows of positions [begin, offset) in their order, and slide when they are
+    full. The model gets what `RotatingKVCache` would return: the last `max_size - 1` positions and
+    the new ones.
     """
 
-    step = 256
+    step = 64
     offset: int
     keys: Any
     values: Any
 
     def __init__(self, max_size: int):
         super().__init__(max_size=max_size, keep=0)
-        self._start = 0
+        self.begin = self._seen_from = 0
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        self.keys = appended(self.keys, keys, self.offset, self.step)
-        self.values = appended(self.values, values, self.offset, self.step)
-        self._start = max(0, self.offset - self.max_size + 1)
-        self.offset = self._idx = self.offset + keys.shape[2]
+        if not self.covers(self.offset, self.max_size - 1):
+            raise RuntimeError(f"a sliding window lacks positions before {self.offset}")
+        held = self.offset - self.begin
+        if self.keys is not None and held + keys.shape[2] > self.keys.shape[2]:
+            held = self._slide()
+        self.keys = appended(self.keys, keys, held, self.step)
+        self.values = appended(self.values, values, held, self.step)
+        self._seen_from = max(0, self.offset - self.max_size + 1)
+        self.offset += keys.shape[2]
         return self.keys_and_values()
 
+    def _slide(self) -> int:
+        held: int = self.offset - self.begin
+        kept: int = min(held, self.max_size - 1 + REWINDS)
+        self.keys, self.values = (
+            array[..., held - kept : held, :] for array in (self.keys, self.values)
+        )
+        self.begin = self.offset - kept
+        return kept
+
+    def covers(self, position: int, window: int) -> bool:
+        """Return whether the `window` rows before `position` are here, or all before it."""
+        return self.begin <= max(0, position - window) and position <= self.offset
+
+    def make_room(self, rows: int) -> None:
+        """Replace the buffers by copies with room for `rows` rows, lazily; none is dropped."""
+        held = self.offset - self.begin
+        for name in ("keys", "values"):
+            array = getattr(self, name)
+            pad = mx.zeros((*array.shape[:2], rows - held, array.shape[3]), array.dtype)
+            setattr(self, name, joined([array[..., :held, :], pad]))
+
+    def slim(self) -> None:
+        """Replace the buffers by copies of the rows that may be needed again, lazily."""
+        if self.keys is not None:
+            self._slide()
+            self.keys, self.values = copied(self.keys), copied(self.values)
+
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        view = (..., slice(self._start, self.offset), slice(None))
+        return self._rows(self._seen_from, self.offset)
+
+    def _rows(self, first: int, last: int) -> tuple[mx.array, mx.array]:
+        view = (..., slice(first - self.begin, last - self.begin), slice(None))
         return self.keys[view], self.values[view]
+
+    def state_at(self, position: int) -> Any:
+        """Return the state of a ring after `position` tokens, as views."""
+        if self.keys is None:
+            return None, None, self.offset, 0, self.max_size, 0
+        keys, values = self._rows(max(0, position - self.max_size), position)
+        return keys, values, position, 0, self.max_size, keys.shape[2]
+
+    def go_on_from(self, state: Any) -> None:
+        self.keys, self.values, self.offset, _, _, held = state
+        self._seen_from = self.begin = self.offset - held
+
+    def go_on_to(self, state: Any) -> None:
+        """Append the rows of `state`, which is that of a later position of the same tokens."""
+        keys, values, offset, _, _, held = state
+        new = offset - self.offset
+        if self.keys is None:
+            self.go_on_from(copied_tree(state))
+        elif new > held:
+            room = self.keys.shape[2]
+            self.go_on_from(state)
+            self.make_room(max(room, held))
+        elif new:
+            self.update_and_fetch(keys[..., -new:, :], values[..., -new:, :])
 
     def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Any:
         if N > 1:
@@ -198,7 +247,7 @@ class WindowCache(RotatingKVCache):  # type: ignore[misc]
         return mx.arange(seen) >= seen - window_size
 
     def is_trimmable(self) -> bool:
-        return True
+        return False
 
     @classmethod
     def merge(cls, caches: Sequence[WindowCache]) -> BatchRotatingKVCache:
@@ -206,23 +255,21 @@ class WindowCache(RotatingKVCache):  # type: ignore[misc]
 
     def ring(self) -> RotatingKVCache:
         ring = RotatingKVCache(max_size=self.max_size)
-        if self.keys is not None:
-            start = max(0, self.offset - self.max_size)
-            ring.keys = self.keys[..., start : self.offset, :]
-            ring.values = self.values[..., start : self.offset, :]
-            ring.offset, ring._idx = self.offset, self.offset - start
+        ring.state = self.state_at(self.offset)
         return ring
 
 
 class Checkpointed(ABC):
     """Adapter for slots of a class whose state stands for exactly one position.
 
-    `growing`: the axis of its arrays that may have any size. `rewinds`: the arrays of its state are
-    replaced, and never written to, when the model is fed. The rest as in `Sliced`.
+    `growing`: the axis of its arrays that may have any size. `rewinds`: what `hold` returns stays
+    valid while the model is fed. `cuts`: a smaller `offset` drops the newest positions. The rest
+    as in `Sliced`.
     """
 
     portable = True
     rewinds = False
+    cuts = False
     growing: int | None = None
 
     def __init__(self, name: str, *, batchable: bool = False):
@@ -243,6 +290,25 @@ class Checkpointed(ABC):
     def set_state(self, slot: Any, state: Any) -> None:
         """Set the slot's state. The caller must not write to `state` afterwards."""
         slot.state = state
+
+    def go_on_to(self, slot: Any, state: Any) -> None:
+        """Set the slot's state to a copy of a later one of the same tokens, lazily."""
+        self.set_state(slot, copied_tree(state))
+
+    def settle(self, slot: Any) -> None:
+        """Copy the state, lazily, if it may be a view of a larger buffer."""
+        self.set_state(slot, copied_tree(self.state(slot)))
+
+    def hold(self, slot: Any) -> Any:
+        """Return what `put_back` needs to return to the present position, without a copy."""
+        return held_tree(self.state(slot))
+
+    def put_back(self, slot: Any, held: Any) -> None:
+        self.set_state(slot, held)
+
+    def plain(self, slot: Any) -> Any:
+        """Return a cache of mlx-lm's own class with the same content."""
+        return slot
 
     def most_bytes(self, slot: Any) -> int:
         return sum(array.nbytes for array in tree_arrays(self.state(slot)))
@@ -300,10 +366,10 @@ class Chunked(Checkpointed):
         return keys[..., first:end, :], values[..., first:end, :], offset, chunk, begin + first
 
     def most_bytes(self, slot: Any) -> int:
-        return _row_bytes(slot) * int(slot.chunk_size)
+        return row_bytes(slot) * int(slot.chunk_size)
 
     def running_bytes(self, slot: Any) -> int:
-        return _row_bytes(slot) * int(slot.chunk_size + slot.step)  # it allocates in steps
+        return row_bytes(slot) * int(slot.chunk_size + slot.step)  # it allocates in steps
 
     def position(self, state: Any) -> int | None:
         return int(state[2])
@@ -342,7 +408,7 @@ class Ring(Checkpointed):
         return keys, values, slot.offset, slot.keep, slot.max_size, keys.shape[2]
 
     def most_bytes(self, slot: Any) -> int:
-        return _row_bytes(slot) * int(slot.max_size)
+        return row_bytes(slot) * int(slot.max_size)
 
     def position(self, state: Any) -> int | None:
         return int(state[2])
@@ -355,11 +421,51 @@ class Ring(Checkpointed):
         )
 
     def adopted(self, state: Any, like: Any) -> Any:
-        slot = RotatingKVCache.from_state(state)
-        made = self.state(slot)
+        made = Ring.state(self, RotatingKVCache.from_state(state))
         if not self.agrees(made, like):
             raise ValueError("window positions contradict each other")
         return made
+
+
+class Windowed(Ring):
+    rewinds = True
+    cuts = True
+
+    def kind(self, slot: Any) -> Kind:
+        return "window"
+
+    def state(self, slot: Any) -> Any:
+        return slot.state_at(slot.offset)
+
+    def set_state(self, slot: Any, state: Any) -> None:
+        slot.go_on_from(state)
+
+    def go_on_to(self, slot: Any, state: Any) -> None:
+        slot.go_on_to(state)
+
+    def settle(self, slot: Any) -> None:
+        slot.slim()
+
+    def hold(self, slot: Any) -> Any:
+        return slot.offset  # a view of the buffer would cost a copy at the next write
+
+    def put_back(self, slot: Any, held: Any) -> None:
+        slot.offset = held
+
+    def plain(self, slot: Any) -> Any:
+        return slot.ring()
+
+    def running_bytes(self, slot: Any) -> int:
+        return row_bytes(slot) * int(slot.max_size + REWINDS + slot.step)
+
+    def blank(self, like: Any, position: int) -> Any:
+        keys, values, _, keep, size, _ = like
+        held = min(position, size)
+        rows = [_zero_positions(spec, held) for spec in (keys, values)]
+        return (*rows, position, keep, size, held)
+
+    def agrees(self, state: Any, like: Any) -> bool:
+        return state[0] is state[1] is like[0] is None or super().agrees(state, like)
 
 
 class Recent(Checkpointed):
@@ -420,6 +526,13 @@ class Recent(Checkpointed):
         )
 
 
+def _zero_positions(spec: ArraySpec | None, rows: int) -> mx.array | None:
+    if spec is None:
+        return None
+    _, heads, _, dim = spec.shape
+    return mx.zeros((1, heads or 0, rows, dim or 0), spec.dtype)
+
+
 def _zero_rows(spec: ArraySpec | None, rows: int) -> mx.array | None:
     return None if spec is None else mx.zeros((1, rows, spec.shape[2] or 0), spec.dtype)
 
@@ -428,7 +541,7 @@ def _vector_bytes(arrays: Sequence[mx.array | None]) -> int:
     return sum(int(a.shape[2]) * a.dtype.size for a in arrays if a is not None)
 
 
-def _row_bytes(slot: Any) -> int:
+def row_bytes(slot: Any) -> int:
     if slot.keys is None:
         return 0
     return sum(int(a.nbytes) // int(a.shape[2]) for a in (slot.keys, slot.values))
@@ -438,7 +551,7 @@ Adapter = Sliced | Checkpointed
 
 ADAPTERS: dict[type, Adapter] = {
     KVCache: Sliced("KVCache"),
-    WindowCache: Windowed("RotatingKVCache"),
+    WindowCache: Windowed("RotatingKVCache", batchable=True),
     QuantizedKVCache: Quantised(
         "QuantizedKVCache", ("0.0", "0.1", "0.2", "1.0", "1.1", "1.2"), batchable=False
     ),

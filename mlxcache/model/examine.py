@@ -192,4 +192,6 @@ def _group(slots: Sequence[Any]) -> Group:
 
 def _kind(slot: Any) -> tuple[Kind, int | None]:
     adapter = adapter_of(slot)
-    return ("unknown", None) if adapter is None else (adapter.kind(slot), adapter.window(slot))
+    if adapter is None:
+        return "unknown", None
+    return adapter.kind(slot), adapter.window(slot) if isinstance(adapter, Checkpointed) else None

@@ -27,6 +27,7 @@ from mlxcache.model.adapters import (
     composed,
     parts_of,
     prepared,
+    row_bytes,
 )
 from mlxcache.model.arrays import (
     copied_tree,
@@ -90,10 +91,6 @@ def set_offset(slot: Any, offset: int) -> None:
     sliced(slot).end_at(slot, offset)
 
 
-def opaque_slots(slots: Sequence[Any]) -> list[Any]:
-    return [slot for slot, _ in _checkpointed(slots)]
-
-
 def _checkpointed(slots: Sequence[Any]) -> list[tuple[Any, Checkpointed]]:
     found = ((slot, adapter_of(slot)) for slot in slots)
     return [(slot, adapter) for slot, adapter in found if isinstance(adapter, Checkpointed)]
@@ -103,39 +100,57 @@ def _needed(slots: Sequence[Any]) -> list[Any]:
     return [adapter.state(slot) for slot, adapter in _checkpointed(slots)]
 
 
-def state_bytes(slots: Sequence[Any]) -> int:
-    return sum(a.nbytes for a in tree_arrays(_needed(slots)))
+def nbytes(state: State) -> int:
+    return sum(array.nbytes for array in tree_arrays(state))
 
 
-def capture(slots: Sequence[Any]) -> State:
-    """Copy the states of the opaque slots into buffers of their own, and evaluate the copies."""
-    state = tuple(copied_tree(held) for held in _needed(slots))
-    mx.eval(tree_arrays(state))
-    return state
-
-
-def restore(slots: Sequence[Any], state: State | None) -> None:
-    """Copy `state`, a result of `capture`, into the opaque slots; None leaves them as they are."""
-    if state is None:
-        return
+def copied(state: State) -> State:
+    """Copy `state` into buffers of its own, and evaluate the copies."""
     fresh = tuple(copied_tree(saved) for saved in state)
     # evaluated now: a lazy copy keeps alive the buffer that its original is a view of
     mx.eval(tree_arrays(fresh))
-    put_back(slots, fresh)
+    return fresh
 
 
-def hold(slots: Sequence[Any]) -> State:
-    """Return references to the states of the opaque slots, without a copy.
-
-    While the model is fed, they stay valid only if `Layout.rewinds`.
-    """
-    return tuple(held_tree(state) for state in _needed(slots))
+def restore(slots: Sequence[Any], state: State | None) -> None:
+    """Copy `state` into the opaque slots; None leaves them as they are."""
+    if state is not None:
+        _set(slots, copied(state))
 
 
-def put_back(slots: Sequence[Any], state: State) -> None:
+def _set(slots: Sequence[Any], state: State) -> None:
     """Set the opaque slots to the evaluated `state`, which nobody may write to afterwards."""
     for (slot, adapter), new in zip(_checkpointed(slots), state, strict=True):
         adapter.set_state(slot, new)
+
+
+def states(slots: Sequence[Any]) -> State:
+    """Return references to the states of the opaque slots, without a copy."""
+    return tuple(map(held_tree, _needed(slots)))
+
+
+def hold(slots: Sequence[Any]) -> State:
+    """Return what `put_back` needs to return to this position, without a copy.
+
+    While the model is fed, it stays valid only if `Layout.rewinds`.
+    """
+    return tuple(adapter.hold(slot) for slot, adapter in _checkpointed(slots))
+
+
+def put_back(slots: Sequence[Any], held: State) -> None:
+    for (slot, adapter), one in zip(_checkpointed(slots), held, strict=True):
+        adapter.put_back(slot, one)
+
+
+def windows(slots: Sequence[Any]) -> list[Any]:
+    """Return the opaque slots whose newest positions can be dropped."""
+    return [slot for slot, adapter in _checkpointed(slots) if adapter.cuts]
+
+
+def cut(slots: Sequence[Any], length: int) -> None:
+    """Drop the positions from `length` on of the `windows`."""
+    for slot in windows(slots):
+        slot.offset = min(slot.offset, length)
 
 
 def are_sound(states: State) -> bool:
@@ -157,12 +172,22 @@ def pretend(slots: Sequence[Any], likes: State, position: int) -> None:
             adapter.set_state(slot, made)
 
 
+def go_on_to(slots: Sequence[Any], state: State) -> None:
+    """Set the opaque slots to a copy of `state`, a later one of the same tokens."""
+    for (slot, adapter), new in zip(_checkpointed(slots), state, strict=True):
+        adapter.go_on_to(slot, new)
+    mx.eval(tree_arrays([slot.state for slot, _ in _checkpointed(slots)]))
+
+
 def settle(slots: Sequence[Any]) -> None:
     """Copy the states of the opaque slots into buffers of their own.
 
     A model may leave views in the slots that keep the input of a whole chunk in memory.
     """
-    put_back(slots, capture(slots))
+    found = _checkpointed(slots)
+    for slot, adapter in found:
+        adapter.settle(slot)
+    mx.eval(tree_arrays([slot.state for slot, _ in found]))
 
 
 def eval_states(caches: Sequence[Any], *, wait: bool = True) -> None:
@@ -188,11 +213,13 @@ class Layout:
 
     `make`: returns empty caches for one sequence. `vocab_size`: number of logits.
     `bytes_per_token`: of all linear slots. `checkpoint_bytes`: most bytes of the states of all
-    opaque slots, `running_bytes` what they hold while the model is fed. `linear`: indices, in the
-    order of `flatten`, of the linear slots that the model fills. For each of those, `specs` has its
-    arrays, and `windows` its sliding window in tokens, or None. `states`: the form of a checkpoint,
-    as `capture` returns it, with an ArraySpec for each array. `unknown`: cache classes without an
-    adapter; such a model is not cached. `foreign`: classes that mlx-lm cannot read from a file.
+    opaque slots, `running_bytes` what they hold while the model is fed. `window_bytes`: of one
+    position in all sliding windows. `linear`: indices, in the order of `flatten`, of the linear
+    slots that the model fills, and `specs` the arrays of each;
+    `opaque_at`: indices of the opaque slots, and `checkpointed` the adapter of each. `states`: the
+    form of a checkpoint, with an ArraySpec for each array. `unknown`:
+    cache classes without an adapter; such a model is not cached. `foreign`: classes that mlx-lm
+    cannot read from a file.
     `divided`: that of one rank's part of the model; `stateful`: another rank has opaque slots.
     """
 
@@ -201,11 +228,12 @@ class Layout:
     bytes_per_token: int
     checkpoint_bytes: int
     running_bytes: int
+    window_bytes: int
     linear: tuple[int, ...]
     specs: tuple[Spec, ...]
+    opaque_at: tuple[int, ...]
     checkpointed: tuple[Checkpointed, ...]
     batchable: bool
-    windows: tuple[int | None, ...]
     states: State
     unknown: tuple[str, ...]
     foreign: tuple[str, ...] = ()
@@ -230,17 +258,14 @@ class Layout:
         )
 
     @property
-    def window(self) -> int | None:
-        return min((w for w in self.windows if w is not None), default=None)
+    def recurrent(self) -> bool:
+        """True if a state cannot drop its newest positions."""
+        return self.stateful or not all(adapter.cuts for adapter in self.checkpointed)
 
     @property
-    def longest_window(self) -> int:
-        return max((w for w in self.windows if w is not None), default=0)
-
-    @property
-    def window_bytes(self) -> int:
-        pairs = zip(self.specs, self.windows, strict=True)
-        return sum(_width(spec) for spec, window in pairs if window)
+    def keeps_rows(self) -> bool:
+        """True if a lineage may keep the rows of sliding windows, to go on from any position."""
+        return bool(self.checkpointed) and not (self.recurrent or self.divided)
 
     @property
     def widest(self) -> int:
@@ -249,11 +274,7 @@ class Layout:
 
     def row_bytes(self, length: int) -> int:
         """Return the bytes of one sequence in a batch that is padded to `length` positions."""
-        total = self.checkpoint_bytes
-        for spec, window in zip(self.specs, self.windows, strict=True):
-            held = length if window is None else min(length, window)
-            total += held * _width(spec)
-        return total
+        return self.checkpoint_bytes + length * self.bytes_per_token
 
 
 def survey(model: Any, *, kv_bits: int | None = None, evaluate: bool = True) -> Layout:
@@ -287,11 +308,13 @@ def survey(model: Any, *, kv_bits: int | None = None, evaluate: bool = True) -> 
         bytes_per_token=sum(map(_width, specs)),
         checkpoint_bytes=sum(adapter.most_bytes(slot) for slot, adapter in opaque),
         running_bytes=sum(adapter.running_bytes(slot) for slot, adapter in opaque),
+        window_bytes=sum(row_bytes(slot) for slot in windows(slots)),
         linear=tuple(i for i, _, _ in linear),
         specs=specs,
+        opaque_at=tuple(i for i, a in enumerate(adapters) if isinstance(a, Checkpointed)),
         checkpointed=tuple(adapter for _, adapter in opaque),
-        batchable=not varies(states) and all(a is not None and a.batchable for a in adapters),
-        windows=tuple(adapter.window(slot) for _, slot, adapter in linear),
+        batchable=all(a is not None and a.batchable for a in adapters)
+        and not any(varies(s) for (_, a), s in zip(opaque, states, strict=True) if not a.growing),
         states=states,
         unknown=tuple(sorted({class_name(s) for s in slots if adapter_of(s) is None})),
         foreign=tuple(sorted({a.name for a in adapters if a is not None and not a.portable})),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -31,8 +32,8 @@ class Lineage:
     one array if it is larger. A copy takes at most the memory of one group more than the buffers
     before it or after it, whichever are larger.
 
-    Below position `window_valid_from`, the arrays of sliding windows may hold no values. The model
-    may still be fed from positions that are at least one window later.
+    The buffers of sliding windows slide, unless they have room for `rows` positions: the model may
+    then go on from each of these, with `state_at`.
 
     `passes` counts the writes to the buffers since the last `mark_confirmed`: their results may be
     wrong on a device that reports errors late. `turn_tokens`: how many positions the next turn may
@@ -48,18 +49,18 @@ class Lineage:
         self.base = 0
         self.length = 0
         self.capacity = 0
-        self.window_valid_from = 0
+        self.rows = 0
         self.passes = 0
         self.turn_tokens = 0
         self._addresses: list[int] | None = None
 
     @property
     def nbytes(self) -> int:
-        return self.capacity * self.layout.bytes_per_token
+        return self.capacity * self.layout.bytes_per_token + self.rows * self.layout.window_bytes
 
     @property
     def state_bytes(self) -> int:
-        return kv.state_bytes(self.slots)
+        return kv.nbytes(kv.states(self.slots))
 
     @property
     def whole(self) -> bool:
@@ -74,11 +75,16 @@ class Lineage:
         try:
             self._refill(sources, capacity)
         except BaseException:
-            if self.length and list(sources) == [(self, 0, self.length)]:
+            if self._is_growth(sources):
                 self._undo_growth()
             else:
                 self.release()
             raise
+        if self.rows and not self._is_growth(sources):
+            self.rest()
+
+    def _is_growth(self, sources: Sequence[Span]) -> bool:
+        return self.length > 0 and list(sources) == [(self, 0, self.length)]
 
     def _undo_growth(self) -> None:
         """Cut the buffers that were enlarged before others failed; release all if that fails."""
@@ -96,7 +102,6 @@ class Lineage:
 
     def _refill(self, sources: Sequence[Span], capacity: int) -> None:
         base, end = (sources[0][1], sources[-1][2]) if sources else (0, 0)
-        valid_from = max(map(_window_valid_from, sources), default=0)
         padding = capacity - (end - base)
         for group in self._groups(self.capacity + padding):
             # a view held during the next write to its buffer costs a copy: none outlives `_copy`
@@ -109,7 +114,6 @@ class Lineage:
         for slot in self.linear:
             kv.set_offset(slot, end)
         self.base, self.length, self.capacity = base, end, capacity
-        self.window_valid_from = valid_from
         if not self.passes:
             self.mark_confirmed()
 
@@ -154,9 +158,9 @@ class Lineage:
 
     def _end_at(self, length: int) -> None:
         self.length = length
-        self.window_valid_from = min(self.window_valid_from, length)
         for slot in self.linear:
             kv.set_offset(slot, length)
+        kv.cut(self.slots, length)
 
     def pretend(self, length: int) -> None:
         """Set the number of positions to `length` without feeding them, to measure a pass there."""
@@ -229,7 +233,6 @@ class Lineage:
         tail: Iterable[Sequence[mx.array]],
         count: int,
         *,
-        windows: bool = True,
         held: int | None = None,
         wait: bool = True,
     ) -> None:
@@ -237,8 +240,7 @@ class Lineage:
 
         `tail` may compute the arrays of a slot when it is advanced. Slots are evaluated in groups
         of at most `copy_bytes` bytes, counted for `held` positions, by default `count`; pass more
-        if computing an array takes more memory than its result. With `windows` False, what is
-        appended to the arrays of sliding windows holds no values. Without `wait`, the last group is
+        if computing an array takes more memory than its result. Without `wait`, the last group is
         evaluated with the first one of the next call. The capacity must suffice.
         """
         end, held = self.length + count, count if held is None else held
@@ -260,35 +262,76 @@ class Lineage:
         if wait:
             mx.eval(written)
         self._end_at(end)
-        if not windows:
-            self.window_valid_from = end
 
     def append_span(self, span: Span) -> None:
         """Append a copy of `span`, which begins at position `length`. The capacity must suffice."""
         owner, start, end = span
-        valid_from = max(self.window_valid_from, _window_valid_from(span))
         sizes = [range(len(spec)) for spec in self.layout.specs]
         self.append(
             [[owner.view(i, j, start, end) for j in arrays] for i, arrays in enumerate(sizes)],
             end - start,
             held=0,
         )
-        self.window_valid_from = valid_from
 
     def capture(self) -> State:
-        return kv.capture(self.slots)
+        return kv.copied(kv.states(self.slots))
 
     def restore(self, state: State | None) -> None:
         """Set the opaque slots to a copy of `state`, from `capture`; None changes nothing."""
         kv.restore(self.slots, state)
 
     def set_state(self, state: State | None) -> None:
-        """Set the opaque slots to a copy of `state`, which comes from disk or from a batch."""
+        """Set the opaque slots to a copy of `state`, which comes from disk."""
         kv.restore(self.slots, state)
+
+    def go_on_to(self, state: State) -> None:
+        """Set the opaque slots to a copy of `state`, that of a row of a batch that went on."""
+        kv.go_on_to(self.slots, state)
 
     def settle(self) -> None:
         """Copy the states of the opaque slots, which may be views of larger buffers."""
+        if not self.rows:
+            kv.settle(self.slots)
+
+    # -- rows of sliding windows -------------------------------------------------------------------
+
+    @property
+    def lacking_rows(self) -> int:
+        """Positions for which the windows have no room yet, up to the capacity."""
+        default = self.capacity if self.length else 0
+        begin = min((slot.begin for slot in self._windows), default=default)
+        return max(0, self.capacity - begin - self.rows)
+
+    @property
+    def _windows(self) -> list[Any]:
+        return [slot for slot in kv.windows(self.slots) if slot.keys is not None]
+
+    def keep_rows(self) -> None:
+        """Copy the windows to buffers with room for all positions up to the capacity."""
+        lacking = self.lacking_rows
+        if not self.length:
+            kv.pretend(self.slots, self.layout.states, 0)
+        for slot in self._windows:
+            slot.make_room(self.capacity - slot.begin)
+            mx.eval(slot.keys, slot.values)
+        device.confirm()
+        self.rows += lacking
+
+    def slide(self) -> None:
+        """Drop the rows that continuing from the end does not need."""
+        self.rows = 0
         kv.settle(self.slots)
+
+    def covers(self, position: int) -> bool:
+        """Return whether the windows have the rows before `position`."""
+        return self.rows > 0 and all(slot.covers(position, slot.max_size) for slot in self._windows)
+
+    def state_at(self, position: int) -> State:
+        """Return the state of the windows after `position` tokens, which they cover, as views.
+
+        The caller must drop it before the next write to the lineage.
+        """
+        return tuple(slot.state_at(position) for slot in kv.windows(self.slots))
 
     def rest(self) -> None:
         """Drop the states of the opaque slots, to free their memory while the lineage is idle.
@@ -297,6 +340,7 @@ class Lineage:
         """
         if not self.layout.opaque:
             return
+        self.rows = 0
         caches = self.layout.make()
         slots = kv.flatten(caches)
         linear = [slots[i] for i in self.layout.linear]
@@ -325,23 +369,17 @@ class Lineage:
         return not self.caches
 
     def aligned(self) -> bool:
-        return all(slot.offset == self.length for slot in self.linear)
+        return all(slot.offset == self.length for slot in [*self.linear, *self._windows])
 
     def release(self) -> None:
         """Release every buffer now, even while other objects refer to this lineage."""
         self.caches, self.slots, self.linear = [], [], []
-        self.capacity = 0
+        self.capacity = self.rows = 0
         self._addresses = None
 
 
 NewLineage = Callable[[Layout, int], Lineage]
 """Makes an empty lineage of a layout and `copy_bytes`."""
-
-
-def _window_valid_from(span: Span) -> int:
-    """Return the first position from which sliding windows hold values in `span`."""
-    owner, start, end = span
-    return min(owner.window_valid_from, end) if owner.window_valid_from > start else 0
 
 
 # -- NaN and infinity, the result of an overflow ---------------------------------------------------
@@ -355,7 +393,8 @@ def ends_finite(lineage: Lineage) -> bool:
     """
     at = lineage.length - lineage.base - 1
     arrays = [a[..., at, :] for slot in lineage.linear[-1:] for a in kv.arrays_of(slot)]
-    arrays += tree_arrays([slot.state for slot in kv.opaque_slots(lineage.slots)[-1:]])
+    newest = [lineage.slots[i] for i in lineage.layout.opaque_at[-1:]]
+    arrays += tree_arrays(kv.states(newest))
     return at < 0 or is_finite(arrays)
 
 

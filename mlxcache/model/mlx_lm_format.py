@@ -24,7 +24,7 @@ from mlx.utils import tree_flatten
 from mlxcache.errors import SnapshotRefused, Unsupported
 from mlxcache.model import device, kv
 from mlxcache.model import serialise as wire
-from mlxcache.model.adapters import Checkpointed, Sliced, adapter_of, class_name, composed, parts_of
+from mlxcache.model.adapters import Checkpointed, adapter_of, class_name, composed, parts_of
 from mlxcache.model.arrays import ArraySpec
 from mlxcache.model.chat_template import apply_chat_template
 from mlxcache.model.kv import Layout, State
@@ -93,7 +93,7 @@ def _as_mlx_lm(cache: Any) -> Any:
     if parts is not None:
         return composed([_as_mlx_lm(part) for part in parts])
     adapter = adapter_of(cache)
-    return adapter.plain(cache) if isinstance(adapter, Sliced) else cache
+    return cache if adapter is None else adapter.plain(cache)
 
 
 def _as_array(key: str, value: Any, kinds: list[tuple[str, str]]) -> mx.array:
@@ -115,7 +115,6 @@ def _place(key: str, array: mx.array) -> Place:
 
 
 _MOST_SMALL = 4096  # bytes of a number or a class's name
-_OTHER_WINDOWS = "sliding windows are of another size"
 _OTHERWISE = {
     "QuantizedKVCache": "it was made with --kv-bits",
     "RotatingKVCache": "it was made with --max-kv-size",
@@ -126,13 +125,12 @@ _OTHERWISE = {
 class PromptCache:
     """KV of `length` tokens from a prompt cache file, as lazy arrays.
 
-    `arrays`: those of each linear slot, shape (1, heads, length, dim); None if the file has only
-    the newest positions of a sliding window: such KV cannot be truncated, so the tokens have to be
-    computed. `ids`: None if the file has no tokens.
+    `arrays`: those of each linear slot, shape (1, heads, length, dim). `ids`: None if the file has
+    no tokens.
     """
 
     length: int
-    arrays: list[list[mx.array]] | None
+    arrays: list[list[mx.array]]
     state: State
     ids: Tokens | None
     model: str | None
@@ -196,12 +194,10 @@ class _Reader:
         )
         ids = self._ids()
         length = self._length(linear, state, ids)
-        slots = [
+        arrays = [
             self._linear(slot, key, length, spec)
             for (slot, key), spec in zip(linear, self._layout.specs, strict=True)
         ]
-        whole = [slot for slot in slots if slot is not None]
-        arrays = whole if len(whole) == len(slots) else None
         return PromptCache(length, arrays, state, ids, self._metadata.get("0.model"))
 
     def _length(self, linear: Sequence[tuple[Any, str]], state: State, ids: Tokens | None) -> int:
@@ -245,16 +241,12 @@ class _Reader:
 
     def _linear(
         self, slot: Any, key: str, length: int, spec: Sequence[tuple[int, int, Any]]
-    ) -> list[mx.array] | None:
-        """Return a slot's arrays of the first `length` positions, None if some are missing."""
+    ) -> list[mx.array]:
+        """Return a slot's arrays of the first `length` positions."""
         adapter = kv.sliced(slot)
-        window = adapter.window(slot)
         for place, number in adapter.numbers(slot).items():
             if self._number(f"{key}.{place}") != number:
-                what = "KV is quantised otherwise" if window is None else _OTHER_WINDOWS
-                raise SnapshotRefused(f"The prompt cache's {what}.")
-        if window is not None and length > window:
-            return None
+                raise SnapshotRefused("The prompt cache's KV is quantised otherwise.")
         found = []
         for place, (heads, dim, dtype) in zip(adapter.places, spec, strict=True):
             array = self._array(f"{key}.{place}", ArraySpec((1, heads, None, dim), dtype))
@@ -326,7 +318,7 @@ def agrees(model: Any, layout: Layout, found: PromptCache, ids: Tokens) -> bool:
     the KV of the first 64 tokens is computed again in every layer, and compared. If the file has no
     token ids, the KV of all tokens is compared in the first layer.
     """
-    if found.arrays is None or not layout.linear or not 0 < len(ids) == found.length:
+    if not layout.linear or not 0 < len(ids) == found.length:
         return False
     count = min(len(ids), CHECKED_TOKENS)
     head = _computed(model, layout, ids[:count])

@@ -59,9 +59,12 @@ class Pair(nn.Module):  # type: ignore[misc]
         return logits
 
     def set_draft_length(self, cache: Caches, length: int) -> None:
-        for slot in kv.flatten(cache[self._own :]):
-            if kv.sliced(slot).filled(slot):
-                kv.set_offset(slot, length)
+        slots = kv.flatten(cache[self._own :])
+        kv.cut(slots, length)
+        for slot in slots:
+            adapter = adapter_of(slot)
+            if isinstance(adapter, Sliced) and adapter.filled(slot):
+                adapter.end_at(slot, length)
 
 
 def make_pair(model: nn.Module, draft: nn.Module) -> Pair:
@@ -82,7 +85,7 @@ def unfit(model: nn.Module) -> list[str]:
     found = set()
     for slot in kv.flatten(kv.make_caches(model)):
         adapter = adapter_of(slot)
-        if not isinstance(adapter, Sliced):
+        if not isinstance(adapter, Sliced) and not (adapter and adapter.cuts):
             why = " (a state of one position)" if adapter is not None else ""
             found.add(class_name(slot) + why)
     return sorted(found)

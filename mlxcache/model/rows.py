@@ -79,17 +79,12 @@ def row_tail(
 ) -> tuple[list[list[mx.array]], State]:
     """Slice the newest `count` positions of one row of a batch, lazily, (1, heads, count, dim).
 
-    Returns the arrays of each linear slot, and the row's states of the opaque slots. `count` must
-    not exceed the smallest sliding window. Evaluate the arrays before the next step.
+    Returns the arrays of each linear slot, and the row's states of the opaque slots. Evaluate the
+    arrays before the next step.
     """
     slots = kv.flatten(batch)
     linear: list[list[mx.array]] = []
     for slot in (slots[i] for i in layout.linear):
-        if type(slot) is BatchKVCache:
-            view = (slice(row, row + 1), slice(None), slice(slot._idx - count, slot._idx))
-            linear.append([slot.keys[view], slot.values[view]])
-        else:
-            ring = slot.extract(row)
-            first = ring.keys.shape[2] - count
-            linear.append([a[..., first:, :] for a in (ring.keys, ring.values)])
-    return linear, kv.hold([slot.extract(row) for slot in kv.opaque_slots(slots)])
+        view = (slice(row, row + 1), slice(None), slice(slot._idx - count, slot._idx))
+        linear.append([slot.keys[view], slot.values[view]])
+    return linear, kv.states([slots[i].extract(row) for i in layout.opaque_at])

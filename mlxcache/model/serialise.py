@@ -136,19 +136,12 @@ def run_spec(layout: Layout) -> dict[str, tuple[str, tuple[int, int]]]:
     }
 
 
-def late_names(layout: Layout) -> frozenset[str]:
-    """Return the names of a run's tensors of which only the last positions are restored."""
-    sliding = [i for i, window in enumerate(layout.windows) if window is not None]
-    return frozenset(run_name(i, j) for i in sliding for j in range(len(layout.specs[i])))
-
-
 def layout_key(layout: Layout) -> str:
     """Return a text that identifies the tensors of files for a layout."""
     return json.dumps(
         {
             "linear": layout.linear,
             "runs": run_spec(layout),
-            "windows": layout.windows,
             "states": repr(layout.states),
         },
         sort_keys=True,

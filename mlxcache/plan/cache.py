@@ -28,7 +28,7 @@ class CountedLineage(Lineage):
     __slots__ = ()
 
     def __init__(self, layout: Layout, copy_bytes: int = 0):
-        bare = replace(layout, make=list, linear=(), specs=(), windows=(), checkpointed=())
+        bare = replace(layout, make=list, linear=(), specs=(), opaque_at=(), checkpointed=())
         super().__init__(replace(bare, stateful=False), copy_bytes)
         self.caches = [None]  # a lineage without caches has been released
 

@@ -142,7 +142,7 @@ class Follower:
                     raise StoreError(f"files after token {found.length} are no longer on disk")
                 for piece in found.pieces:
                     if piece.start < question.end and question.start < piece.end:
-                        store.verify(piece, ids, late=question.late)
+                        store.verify(piece, ids)
             elif self.layout.checkpointed:
                 store.verify_checkpoint(saved_at(len(ids), found), ids)
         except StoreError as error:
@@ -299,7 +299,7 @@ class Follower:
         lineage = self._lineage(it.lineage, it.length)
         linear, opaque = rows.row_tail(self.layout, self._batches[it.batch], it.row, it.count)
         lineage.append(linear, it.count)
-        lineage.set_state(opaque)
+        lineage.go_on_to(opaque)
 
     @_do.register
     def _(self, it: op.DropBatch) -> None:
@@ -313,8 +313,7 @@ class Follower:
         out = memoryview(bytearray(serialise.run_bytes(self.layout, len(ids) - it.start)))
         spans = [self._span(span) for span in it.spans]
         tensors = serialise.copied_run(self.layout, spans, out)
-        late = serialise.late_names(self.layout)
-        self._write(key, lambda store: store.write_run(ids, it.start, tensors, late))
+        self._write(key, lambda store: store.write_run(ids, it.start, tensors))
 
     @_do.register
     def _(self, it: op.WriteState) -> None:

@@ -219,15 +219,11 @@ class FindAll(Question, frozen=True):
 
 
 class Verify(Question, frozen=True):
-    """Are the files with the positions [start, end) of `ids` intact? If not: `failure`.
-
-    `late`: verify the tensors of sliding windows too.
-    """
+    """Are the files with the positions [start, end) of `ids` intact? If not: `failure`."""
 
     ids: Ids
     start: int
     end: int
-    late: bool
 
 
 class VerifyState(Question, frozen=True):

@@ -298,24 +298,18 @@ class GroupStore(Store):
             tuple(durable_tokens(*one, needed=needed) for one in saved), sum(files.values())
         )
 
-    def verify(self, piece: RunPart, ids: Tokens, *, late: bool = True) -> None:
-        super().verify(piece, ids, late=late)
-        question = op.Verify(ids[: piece.end].tobytes(), piece.start, piece.end, late)
+    def verify(self, piece: RunPart, ids: Tokens) -> None:
+        super().verify(piece, ids)
+        question = op.Verify(ids[: piece.end].tobytes(), piece.start, piece.end)
         checked(self._leader.ask(question))
 
     def verify_checkpoint(self, saved: Saved, ids: Tokens) -> None:
         super().verify_checkpoint(saved, ids)
         checked(self._leader.ask(op.VerifyState(ids[: saved.position].tobytes())))
 
-    def write_run(
-        self,
-        ids: Tokens,
-        start: int,
-        tensors: Sequence[Tensor],
-        late: frozenset[str] = frozenset(),
-    ) -> None:
+    def write_run(self, ids: Tokens, start: int, tensors: Sequence[Tensor]) -> None:
         try:
-            super().write_run(ids, start, tensors, late)
+            super().write_run(ids, start, tensors)
         finally:
             wait_for_outcome(self._leader, op.key_of(ids.tobytes(), start))
 

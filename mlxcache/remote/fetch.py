@@ -328,7 +328,7 @@ class Fetcher:
     def _save(self, lookup: _Lookup, run: FetchedRun) -> bool:
         try:
             ids = lookup.chain.ids[: run.stop]
-            self._store.write_run(ids, run.start, run.tensors, run.late)
+            self._store.write_run(ids, run.start, run.tensors)
         except (StoreError, ValueError) as error:
             if str(error) != self._last_warning:
                 log.warning(

@@ -36,13 +36,11 @@ class FetchedRun:
     start: int
     stop: int
     tensors: Sequence[Tensor]
-    late: frozenset[str]
 
 
 def pack_run(store: Store, found: Found, chain: Chain, start: int, stop: int) -> bytes:
     """Return the content of the object of a run, made from the files in `found`."""
     places: tuple[Place, ...] = ()
-    late: frozenset[str] = frozenset()
     buffers: dict[str, bytearray] = {}
     for piece in found.pieces:
         first, last = max(piece.start, start), min(piece.end, stop)
@@ -54,7 +52,7 @@ def pack_run(store: Store, found: Found, chain: Chain, start: int, stop: int) ->
                 head = read_run(fd)
             except Malformed as error:
                 raise Corrupt(f"{piece.path.name} is damaged: {error}.") from error
-            places, late = head.places, head.late
+            places = head.places
             for place in places:
                 row = place.nbytes // len(head.tokens)
                 at = place.offset + (first - head.start) * row
@@ -70,7 +68,7 @@ def pack_run(store: Store, found: Found, chain: Chain, start: int, stop: int) ->
         )
         for place in places
     ]
-    header = compose_run(chain, start, stop, tensors, late)
+    header = compose_run(chain, start, stop, tensors)
     return b"".join([header, *(tensor.bytes for tensor in tensors)])
 
 
@@ -94,14 +92,12 @@ def unpack_run(data: bytes, chain: Chain, start: int, end: int) -> FetchedRun:
             raise Malformed(f"tensor {tensor.name!r} does not have one row per token")
     if not tensors:
         raise Malformed("it holds no KV")
-    for is_late, sums in ((False, head.checksums), (True, head.late_checksums)):
-        held = [tensor.bytes for tensor in tensors if (tensor.name in head.late) is is_late]
-        if (held or sums) and tuple(block_checksums(held, count)) != sums:
-            raise Malformed("the checksum of a block is wrong")
-    if not all(is_finite(x.dtype, x.bytes) for x in tensors if x.name not in head.late):
+    if tuple(block_checksums([tensor.bytes for tensor in tensors], count)) != head.checksums:
+        raise Malformed("the checksum of a block is wrong")
+    if not all(is_finite(x.dtype, x.bytes) for x in tensors):
         raise Malformed("it holds NaN or infinity")
     kept = [_first_rows(tensor, shared) for tensor in tensors]
-    return FetchedRun(start, start + shared, kept, head.late)
+    return FetchedRun(start, start + shared, kept)
 
 
 def pack_checkpoint(store: Store, saved: Saved, ids: Tokens) -> bytes:

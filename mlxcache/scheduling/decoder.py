@@ -206,15 +206,12 @@ class Decoder:
         return Decoder(self.model, rows, caches, nbytes)
 
     def append_row(self, row: int, lineage: Lineage, count: int) -> None:
-        """Append the newest `count` positions of a row of a batch to its lineage, with its state.
-
-        `count` must not exceed the smallest sliding window.
-        """
+        """Append the newest `count` positions of a batch row to its lineage, with its state."""
         linear, opaque = batches.row_tail(lineage.layout, self.caches, row, count)
         before = lineage.length
         try:
             lineage.append(linear, count)
-            lineage.set_state(opaque)
+            lineage.go_on_to(opaque)
         except BaseException:  # KV and state stay those of one position
             lineage.truncate(before)
             raise

@@ -88,9 +88,7 @@ class Lanes:
         self.layout = kv.layout
         self._shared_bytes = shared_bytes
         self._changed = False
-        window = self.layout.window
-        self.sync_after = min(SYNC, window // 2 if window else SYNC)
-        self.can_batch = self.layout.batchable and self.layout.cacheable and self.sync_after > 0
+        self.can_batch = self.layout.batchable and self.layout.cacheable
         self.can_batch = self.can_batch and not isinstance(model, Pair)
         self.speculation = speculation if self.layout.rewinds else None
         self._proposers: dict[Task, Proposer] = {}
@@ -136,7 +134,8 @@ class Lanes:
         proposer = self._proposers.get(task)
         if proposer is None and self.speculation is not None:
             proposer = self.speculation.begin(task)
-        size = 2 * self.layout.running_bytes if proposer is not None else 0
+        redone = proposer is not None and self.layout.recurrent
+        size = 2 * self.layout.running_bytes if redone else 0
         if proposer is None or (size and not self.kv.ram.reserve("batch", size, evict="idle")):
             return None, 0
         self._proposers[task] = proposer
@@ -319,7 +318,7 @@ class Lanes:
             length = task.held.length + task.behind
             if not self.kv.extend(task.held, length + 1):
                 return False
-        if max(task.behind for task in lane.tasks) >= self.sync_after:
+        if max(task.behind for task in lane.tasks) >= SYNC:
             self._sync(lane)
         if lane.length() < lane.capacity:
             return True

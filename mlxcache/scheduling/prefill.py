@@ -244,7 +244,9 @@ class Prefill:
         if task.job.prompt_logprobs:  # each position has logits
             while size > 1 and self.cost.peak(size, at) + size * self.cost.fixed > bytes_:
                 size //= 2
-        stop = next((s for s in task.stops if s > at), task.target)
+        stop = task.target
+        if not self._kv.layout.keeps_rows:  # else the states within a pass are there after it
+            stop = next((s for s in task.stops if s > at), stop)
         return min(size, stop - at, task.remaining)
 
     def _feed(self, task: Task, size: int) -> None:
@@ -253,27 +255,30 @@ class Prefill:
         scored = task.job.prompt_logprobs
         at, last = lineage.length, size == task.remaining and not scored
         end = at + size
-        marked = end in task.stops
+        marks = [stop for stop in task.stops if at < stop <= end]
         self._feeding = at, size
         images = self._images.inputs(task, at, end) if self._images else {}
         began = time.perf_counter()
         self._forward(task, at, end, images)
-        model_kv.eval_states(lineage.caches, wait=not last or marked)
+        model_kv.eval_states(lineage.caches, wait=not last or bool(marks))
         lineage.advance(size)
         _check_aligned(lineage)
         if not (last or ends_finite(lineage)):
             raise NonFiniteOutput
         if not last:
-            lineage.settle()
-            mx.clear_cache()
             took = 0.0 if scored else time.perf_counter() - began
             self.cost.observe(size, took, at)
             self.speed.observe(size, took, at)
         # the last pass still runs: where a commit waits for it, the first token is drawn before
-        if marked or not (self._kv.layout.opaque or (last and device.defers_errors())):
-            self._kv.commit(lease, task.ids, checkpoint=marked)
+        if not (marks or self._kv.layout.opaque or (last and device.defers_errors())):
+            self._kv.commit(lease, task.ids, checkpoint=False)
+            self.note_confirmed()
+        for mark in marks:
+            self._kv.commit(lease, task.ids, checkpoint=True, upto=mark)
             self.note_confirmed()
         if not last:
+            lineage.settle()
+            mx.clear_cache()
             task.show_progress()
 
     @property

@@ -302,7 +302,7 @@ class Scheduler:
 
     def _may_repeat(self, task: Task, error: Exception) -> bool:
         """Free memory and undo the pass that raised `error`; return if it may be tried again."""
-        if self.kv.layout.opaque or task.lease is None or not device.is_out_of_memory(error):
+        if self.kv.layout.recurrent or task.lease is None or not device.is_out_of_memory(error):
             return False
         if task.restoring or not task.note_oom():
             return False

@@ -263,7 +263,7 @@ class Verifier(Decoder):
         self.proposed = 0
         self._lineage = lineage
         self._clock = clock
-        self._undo = PutBack(lineage) if lineage.layout.opaque else Cut(lineage)
+        self._undo = PutBack(lineage) if lineage.layout.recurrent else Cut(lineage)
         self._flight: _Flight | None = None
         self._failed: _Flight | None = None
         self._again: list[int] = []
@@ -457,7 +457,7 @@ class Verifier(Decoder):
         contexts = [one.context for one in after if one.context is not None]
         evaluate = self._begin if row.guide is None else mx.async_eval
         evaluate(flight.tokens, guess, logprobs, flight.finite, contexts)
-        if lineage.layout.opaque:
+        if lineage.layout.recurrent:
             kv.eval_states(self.caches, wait=False)
         return flight
 

@@ -310,7 +310,7 @@ class PromptCacheReader:
         """Append the KV of `ids` that is not in RAM to a lineage, and commit it, if possible."""
         kv = self._kv
         lease = kv.acquire(join_ids(ids, ids[-1:]), 1)
-        if lease is None or found.arrays is None:
+        if lease is None:
             return
         try:
             start = lease.length
@@ -318,7 +318,7 @@ class PromptCacheReader:
                 tail = ([array[..., start:, :] for array in slot] for slot in found.arrays)
                 lease.lineage.append(tail, len(ids) - start)
                 if kv.layout.opaque:
-                    lease.lineage.restore(found.state)
+                    lease.lineage.go_on_to(found.state)
                 kv.commit(lease, ids, checkpoint=True)
                 kv.persist(lease, ids, whole=True)
         except BaseException:

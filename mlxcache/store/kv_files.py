@@ -55,20 +55,13 @@ _EXPONENTS = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunHeader:
-    """Metadata of a run file.
-
-    `checksums`: one per block; the last block may be partial. They exclude the tensors named in
-    `late`, those of sliding windows, which have `late_checksums` instead: for a prompt that
-    continues far beyond the run, these tensors are not read.
-    """
+    """Metadata of a run file. `checksums`: one per block; the last block may be partial."""
 
     namespace: str
     base: bytes
     start: int
     tokens: Tokens
     checksums: tuple[bytes, ...]
-    late: frozenset[str]
-    late_checksums: tuple[bytes, ...]
     places: tuple[Place, ...]
 
     @property
@@ -94,13 +87,8 @@ class CheckpointHeader:
     places: tuple[Place, ...]
 
 
-def compose_run(
-    chain: Chain, start: int, stop: int, tensors: Sequence[Tensor], late: frozenset[str]
-) -> bytes:
-    sums, late_sums = (
-        block_checksums([t.bytes for t in tensors if (t.name in late) is is_late], stop - start)
-        for is_late in (False, True)
-    )
+def compose_run(chain: Chain, start: int, stop: int, tensors: Sequence[Tensor]) -> bytes:
+    sums = block_checksums([tensor.bytes for tensor in tensors], stop - start)
     metadata = {
         "format": f"mlxcache-{RUN}",
         "version": VERSION,
@@ -109,8 +97,6 @@ def compose_run(
         "start": str(start),
         "tokens": base64.b64encode(chain.ids[start:stop].tobytes()).decode(),
         "checksums": b"".join(sums).hex(),
-        "late": " ".join(sorted(late)),
-        "late_checksums": b"".join(late_sums).hex() if late else "",
     }
     return compose(metadata, tensors)
 
@@ -139,15 +125,13 @@ def run_of(header: Header) -> RunHeader:
         _expect(header, RUN)
         words = header.metadata
         tokens = ids_of_bytes(base64.b64decode(words["tokens"], validate=True))
-        sums, late = _sums(words["checksums"]), _sums(words["late_checksums"])
+        sums = _sums(words["checksums"])
         run = RunHeader(
             words["namespace"],
             bytes.fromhex(words["base"]),
             int(words["start"]),
             tokens,
             sums,
-            frozenset(words["late"].split()),
-            late,
             header.places,
         )
     except (KeyError, ValueError, binascii.Error) as error:
@@ -156,7 +140,7 @@ def run_of(header: Header) -> RunHeader:
     if not count or run.start % BLOCK or run.start < 0 or len(run.base) != DIGEST_BYTES:
         raise Malformed("its metadata is not that of a run")
     blocks = (count + BLOCK - 1) // BLOCK
-    if len(sums) != blocks or len(late) != (blocks if run.late else 0):
+    if len(sums) != blocks:
         raise Malformed("it does not have one checksum per block")
     return run
 
@@ -294,9 +278,7 @@ def read_range(fd: int, at: int, into: memoryview) -> None:
         done += count
 
 
-def check_run(
-    fd: int, namespace: str, base: bytes, piece: RunPart, ids: Tokens, *, late: bool = True
-) -> None:
+def check_run(fd: int, namespace: str, base: bytes, piece: RunPart, ids: Tokens) -> None:
     """Check that an open run file contains the KV of `ids` that `piece` describes."""
     content = read_run(fd)
     if content.namespace != namespace or content.base != base:
@@ -307,7 +289,7 @@ def check_run(
     if not np.array_equal(content.tokens[wanted], ids[piece.start : piece.end]):
         raise Malformed("it holds other tokens")
     blocks = range(wanted.start // BLOCK, (wanted.stop + BLOCK - 1) // BLOCK)
-    _check_blocks(fd, content, blocks, late)
+    _check_blocks(fd, content, blocks)
 
 
 def check_checkpoint(fd: int, namespace: str, digest: bytes, position: int) -> None:
@@ -331,7 +313,7 @@ def check_whole(path: Path, row: Row) -> None:
             content = read_run(fd)
             if (content.start, content.digest) != (row.start, row.digest):
                 raise Malformed("it holds another run than its name says")
-            _check_blocks(fd, content, range(len(content.checksums)), late=True)
+            _check_blocks(fd, content, range(len(content.checksums)))
         else:
             state = read_checkpoint(fd)
             if (state.position, state.digest) != (row.start, row.digest):
@@ -340,18 +322,15 @@ def check_whole(path: Path, row: Row) -> None:
                 raise Malformed("its checksum is wrong")
 
 
-def _check_blocks(fd: int, content: RunHeader, blocks: range, late: bool) -> None:
-    for names_late, sums in ((False, content.checksums), (True, content.late_checksums)):
-        wanted = [place for place in content.places if (place.name in content.late) is names_late]
-        if not names_late or (late and sums):
-            found = file_block_checksums(fd, wanted, len(content.tokens), blocks)
-            if tuple(found) != sums[blocks.start : blocks.stop]:
-                raise Malformed("the checksum of a block is wrong")
+def _check_blocks(fd: int, content: RunHeader, blocks: range) -> None:
+    found = file_block_checksums(fd, content.places, len(content.tokens), blocks)
+    if tuple(found) != content.checksums[blocks.start : blocks.stop]:
+        raise Malformed("the checksum of a block is wrong")
 
 
-def read_ahead(path: Path, nbytes: int = 0) -> None:
+def read_ahead(path: Path) -> None:
     with suppress(OSError), open_file(path) as fd:
-        disk_calls.read_ahead(fd, 0, nbytes)
+        disk_calls.read_ahead(fd)
 
 
 @contextmanager

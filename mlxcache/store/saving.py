@@ -52,7 +52,6 @@ def save_run(
     chain: Chain,
     start: int,
     tensors: Sequence[Tensor],
-    late: frozenset[str],
 ) -> None:
     start = int(start)  # NumPy's integers are not JSON's
     length = len(chain.ids)
@@ -67,7 +66,6 @@ def save_run(
             raise ValueError(
                 f"{tensor.name} has shape {tensor.shape}: its first axis must be {count} tokens"
             )
-    ordered = sorted(tensors, key=lambda tensor: tensor.name in late)
 
     def compose(match: Match) -> _NewFile | None:
         if match.length < start:
@@ -76,9 +74,8 @@ def save_run(
             )
         if match.length >= length:
             return None
-        return _new_run(
-            context, chain, match, _skip_rows(ordered, match.length // BLOCK * BLOCK - start), late
-        )
+        kept = _skip_rows(tensors, match.length // BLOCK * BLOCK - start)
+        return _new_run(context, chain, match, kept)
 
     _save(context, chain, compose)
 
@@ -117,11 +114,9 @@ def _skip_rows(tensors: Sequence[Tensor], skipped: int) -> list[Tensor]:
     return found
 
 
-def _new_run(
-    context: StoreContext, chain: Chain, match: Match, tensors: list[Tensor], late: frozenset[str]
-) -> _NewFile:
+def _new_run(context: StoreContext, chain: Chain, match: Match, tensors: list[Tensor]) -> _NewFile:
     start, stop = match.length // BLOCK * BLOCK, len(chain.ids)
-    header = compose_run(chain, start, stop, tensors, late)
+    header = compose_run(chain, start, stop, tensors)
     key = chain.at(min(start + BLOCK, stop))
     place = (chain.at(stop), chain.whole[start // BLOCK], key, start, stop)
     row = _new_row(context, RUN, place, match.run_before(start), None)

@@ -152,25 +152,24 @@ class Store:
         with self.database.write() as connection:
             self.context.write_uses(connection)
 
-    def verify(self, piece: RunPart, ids: Tokens, *, late: bool = True) -> None:
+    def verify(self, piece: RunPart, ids: Tokens) -> None:
         """Read a file and check its header, tokens and checksums against `piece`.
 
-        `ids`: those for which `piece` was found, or others with the same beginning. Unless `late`,
-        the tensors of sliding windows are not read. Raises Corrupt after moving a damaged file to
-        quarantine and removing the files that continue it, Gone if the file was evicted, or
-        StoreError if it cannot be read.
+        `ids`: those for which `piece` was found, or others with the same beginning. Raises
+        Corrupt after moving a damaged file to quarantine and removing the files that continue it,
+        Gone if the file was evicted, or StoreError if it cannot be read.
         """
         base = self._chains.of(ids[: piece.first]).whole[-1]
-        self._verify(piece, lambda fd: check_run(fd, self.namespace, base, piece, ids, late=late))
+        self._verify(piece, lambda fd: check_run(fd, self.namespace, base, piece, ids))
 
     def verify_checkpoint(self, saved: Saved, ids: Tokens) -> None:
         position = saved.position
         digest = self._chains.of(ids[:position]).at(position)
         self._verify(saved, lambda fd: check_checkpoint(fd, self.namespace, digest, position))
 
-    def read_ahead(self, piece: RunPart, nbytes: int = 0) -> None:
-        """Tell the system to read a file, or its first `nbytes` bytes. Does not block."""
-        read_ahead(piece.path, nbytes)
+    def read_ahead(self, piece: RunPart) -> None:
+        """Tell the system to read a file. Does not block."""
+        read_ahead(piece.path)
 
     def has_checkpoints(self) -> bool:
         """Return whether the model needs checkpoints, inferred from the newest runs if unknown."""
@@ -203,22 +202,14 @@ class Store:
 
     # -- writing ---------------------------------------------------------------------------------
 
-    def write_run(
-        self,
-        ids: Tokens,
-        start: int,
-        tensors: Sequence[Tensor],
-        late: frozenset[str] = frozenset(),
-    ) -> None:
+    def write_run(self, ids: Tokens, start: int, tensors: Sequence[Tensor]) -> None:
         """Save the KV of tokens [start, len(ids)). Blocks for an fsync; durable on return.
 
         `start` is a multiple of 64; the first axis of each tensor is those tokens. Blocks that are
-        already on disk are left out. `late`: names of the tensors of sliding windows, which a
-        prompt that continues far beyond these tokens does not read. Raises PrefixNotStored if [0,
-        start) is not on disk, DiskFull if no room can be made, and ValueError for a wrong `start`
-        or shape.
+        already on disk are left out. Raises PrefixNotStored if [0, start) is not on disk, DiskFull
+        if no room can be made, and ValueError for a wrong `start` or shape.
         """
-        save_run(self.context, self._chains.of(ids), start, tensors, late)
+        save_run(self.context, self._chains.of(ids), start, tensors)
 
     def write_checkpoint(self, ids: Tokens, tensors: Sequence[Tensor]) -> None:
         """Save `tensors`, the state after `ids`. Blocks for an fsync; durable on return.

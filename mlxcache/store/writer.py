@@ -24,8 +24,7 @@ class Job:
     """KV to save: a run, or a checkpoint if `start` is None.
 
     A run holds tokens [start, len(ids)); a checkpoint is the state after `ids`. `nbytes`: bytes
-    that count against the writer's limit. `tag`: any value of the caller. `late`: see
-    `Store.write_run`.
+    that count against the writer's limit. `tag`: any value of the caller.
     """
 
     ids: Tokens
@@ -33,7 +32,6 @@ class Job:
     tensors: Sequence[Tensor]
     nbytes: int
     tag: Any = None
-    late: frozenset[str] = frozenset()
 
     @property
     def tokens(self) -> int:
@@ -140,7 +138,7 @@ class Writer:
             if job.start is None:
                 self._store.write_checkpoint(job.ids, job.tensors)
             else:
-                self._store.write_run(job.ids, job.start, job.tensors, job.late)
+                self._store.write_run(job.ids, job.start, job.tensors)
         except StoreError as raised:
             error = raised
         except Exception as raised:

@@ -307,6 +307,14 @@ class PrefixTree:
         within = [at for at, _ in usage.keeps if leaf.start < at < leaf.end]
         return max((at for at in within if usage.until(at) > now), default=leaf.start)
 
+    def leaves(self) -> list[Node]:
+        below, found = [self.root], list[Node]()
+        for node in below:
+            below += node.children.values()
+            if not node.children and node is not self.root:
+                found.append(node)
+        return found
+
     def least_leaf(self) -> Node | None:
         """Return the unlocked leaf to evict next, or None if there is none. O(log n)."""
         return self._leaves.first()

@@ -23,7 +23,6 @@ from mlxcache.model import serialise
 from mlxcache.model.kv import arrays_of
 from mlxcache.model.lineage import Lineage
 from mlxcache.scheduling.task import Task
-from mlxcache.store.kv_files import open_file, read_run
 from mlxcache.store.store import Store
 from mlxcache.types import token_ids
 from tests.scheduled import Bench
@@ -175,57 +174,6 @@ def test_damaged_files_are_a_miss_and_never_a_wrong_token(
     assert task.record.cached_tokens <= len(ids)
 
 
-@pytest.mark.parametrize("bench", ["gemma3", "gpt_oss"], indirect=True)
-def test_windows_are_read_only_where_a_later_position_sees_them(
-    bench: Bench, start: Callable[..., DiskTier], rng: np.random.Generator
-) -> None:
-    """And what is not there is never taken for KV: not by a branch, not by a copy of it."""
-    disk = start(bench)
-    last = talk(bench, rng, 6)[-1]
-    settled(disk)
-    start(bench)
-    ids = [*last.ids.tolist(), *last.out, *prompt(rng, 50)]
-    task = bench.ask(ids)
-    (lineage,) = {id(v): v for v in bench.kv.tree.values()}.values()
-    window = bench.kv.layout.longest_window
-    assert 0 < lineage.window_valid_from <= task.record.restored_tokens - window
-    twin = bench.twin()
-    assert task.out == twin.ask(ids).out
-    for at in (len(ids) - 20, lineage.window_valid_from + 1, lineage.window_valid_from // 2, 310):
-        branch = [*ids[:at], *prompt(rng, 30)]
-        again = bench.ask(branch)
-        assert again.out == twin.ask(branch).out
-        assert again.record.cached_tokens >= at - 1
-
-
-@pytest.mark.parametrize("bench", ["gemma3", "gpt_oss"], indirect=True)
-def test_a_branch_from_before_the_windows_that_were_read_is_reused_and_written(
-    bench: Bench, start: Callable[..., DiskTier], rng: np.random.Generator
-) -> None:
-    """It has its windows from disk, and the conversation from which it parted does not."""
-    disk = start(bench)
-    last = talk(bench, rng, 6)[-1]
-    settled(disk)
-    disk = start(bench)
-    ids = [*last.ids.tolist(), *last.out, *prompt(rng, 50)]
-    bench.ask(ids)
-    (lineage,) = {id(v): v for v in bench.kv.tree.values()}.values()
-    branch = [*ids[: lineage.window_valid_from // 2 + 5], *prompt(rng, 150)]
-    task = bench.ask(branch)
-    assert task.record.restored_tokens > 0
-    following = [*branch, *task.out, *prompt(rng, 30)]
-    warm = bench.ask(following)
-    assert warm.record.cached_tokens >= len(branch)
-    assert warm.record.restored_tokens == 0
-    bench.ask([*ids, *prompt(rng, 10)])
-    bench.check()
-    settled(disk)
-    start(bench)
-    restored = bench.ask([*following, *warm.out, *prompt(rng, 30)])
-    assert restored.record.cached_tokens >= len(following)
-    assert restored.out == bench.twin().ask(restored.ids.tolist()).out
-
-
 def looked_up(disk: DiskTier, ids: list[int], known: int = 0) -> DiskLookup:
     """A lookup that has verified all its files."""
     lookup = disk.restorer.look_up(token_ids(ids), known)
@@ -234,31 +182,26 @@ def looked_up(disk: DiskTier, ids: list[int], known: int = 0) -> DiskLookup:
     return lookup
 
 
-@pytest.mark.parametrize("bench", ["llama", "gemma3"], indirect=True)
 def test_what_a_restore_needs_is_read_ahead_once(
-    bench: Bench,
+    llama: Bench,
     start: Callable[..., DiskTier],
     rng: np.random.Generator,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Not the files whose tokens are in RAM, nor the windows that no later position sees."""
-    disk = start(bench)
-    last = talk(bench, rng, 6)[-1]
+    """Not the files whose tokens are in RAM."""
+    disk = start(llama)
+    last = talk(llama, rng, 6)[-1]
     settled(disk)
-    advised: list[tuple[int, int, int]] = []
+    advised: list[int] = []
 
-    def note(fd: int, start: int = 0, length: int = 0) -> None:
-        advised.append((os.fstat(fd).st_ino, start, length))
+    def note(fd: int) -> None:
+        advised.append(os.fstat(fd).st_ino)
 
     monkeypatch.setattr(disk_calls, "read_ahead", note)
     for known in (0, 400):
-        lookup, needed = looked_up(disk, last.ids.tolist(), known), []
+        lookup, needed = looked_up(disk, last.ids.tolist(), known), list[int]()
         for piece in lookup.pieces:
-            with open_file(piece.path) as fd:
-                head = read_run(fd)
-            unread = head.late if piece.end <= lookup.windows_from else ()
-            end = max(p.offset + p.nbytes for p in head.places if p.name not in unread)
-            needed += [(piece.path.stat().st_ino, 0, end)] if piece.end > known else []
+            needed += [piece.path.stat().st_ino] if piece.end > known else []
         assert advised == needed
         assert 1 < len(needed) == len(lookup.pieces) - (known > 0)
         advised.clear()

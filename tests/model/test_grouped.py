@@ -110,7 +110,7 @@ def test_a_pass_can_be_measured_anywhere(model: Any) -> None:
     line.grow(200)
     for at in (100, 0, 5, 64, 6):
         line.pretend(at)
-        assert line.state_bytes == kv.state_bytes(kv.flatten(fed_caches(model, at))) or not at
+        assert line.state_bytes == kv.nbytes(kv.states(kv.flatten(fed_caches(model, at)))) or not at
         feed(model, line.caches, IDS[:7])
         assert [cache.offset for cache in line.caches] == [at + 7] * 2
         assert {slot.offset for slot in line.linear} == {at + 7}

@@ -46,7 +46,7 @@ def test_a_window_cache_shows_what_a_rotating_one_shows(chunks: list[int]) -> No
     assert log.offset == ring.offset == at
 
 
-def test_a_window_log_becomes_the_ring_that_it_stands_for() -> None:
+def test_a_window_becomes_the_ring_that_it_stands_for() -> None:
     log = WindowCache(8)
     x = mx.arange(20, dtype=mx.float32).reshape(1, 1, 20, 1)
     log.update_and_fetch(x, x)
@@ -63,11 +63,15 @@ def test_composites_are_flattened_in_order() -> None:
 def test_layouts(models: dict[str, object]) -> None:
     dense, window, hybrid = (kv.survey(models[f]) for f in ("llama", "gemma3", "qwen3_5"))
     assert dense.batchable
-    assert (dense.opaque, dense.window, dense.checkpoint_bytes) == (False, None, 0)
+    assert (dense.opaque, dense.recurrent, dense.checkpoint_bytes) == (False, False, 0)
     assert dense.bytes_per_token == 4 * 2 * 2 * 32 * 4
-    assert window.window == 64
-    assert not window.opaque
+    assert window.opaque
+    assert window.batchable
+    assert window.rewinds
+    assert not window.recurrent
+    assert window.checkpoint_bytes == 64 * (dense.bytes_per_token - window.bytes_per_token)
     assert hybrid.opaque
+    assert hybrid.recurrent
     assert hybrid.checkpoint_bytes > 0
     assert len(hybrid.linear) < len(hybrid.make())
     assert all(x.cacheable for x in (dense, window, hybrid))

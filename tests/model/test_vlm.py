@@ -168,8 +168,8 @@ def test_the_page_says_how_it_is_reused(loaded: Loaded, name: str) -> None:
     layout = kv.survey(loaded.model, evaluate=False)
     raw = make_prompt_cache(loaded.model.language_model)
     classes = ", ".join(dict.fromkeys(f"`{described(cache)}`" for cache in raw))
-    reuse = "any token; windows are refilled" if layout.window else "any token"
-    reuse = "from checkpoints" if layout.opaque else reuse
+    reuse = "from checkpoints" if layout.opaque else "any token"
+    reuse = "any token; from checkpoints if memory is short" if layout.keeps_rows else reuse
     batches = "yes" if layout.batchable else "no"
     row = f"| `{loaded.info.architecture}` | {classes} | {reuse} | {batches} |"
     assert row in PAGE.read_text(encoding="utf-8").splitlines()
@@ -185,7 +185,7 @@ def test_it_is_examined_as_from_its_configuration_alone(loaded: Loaded) -> None:
     from mlxcache.model.vlm import make_model
 
     def facts(layout: Layout) -> tuple[Any, ...]:
-        return layout.specs, layout.windows, layout.states, layout.batchable
+        return layout.specs, layout.states, layout.batchable
 
     found = examine(ModelSpec(str(loaded.path)))
     assert found.info.backend == "mlx-vlm"

@@ -8,6 +8,7 @@ import mlx.core as mx
 import pytest
 
 from mlxcache.errors import ConfigError
+from mlxcache.model.adapters import Recurrent
 from mlxcache.model.kv import Layout
 from mlxcache.plan.cache import Memory, PlannedCache
 from mlxcache.plan.plan import draw, make_plan
@@ -21,11 +22,12 @@ LAYOUT = Layout(
     bytes_per_token=PER_TOKEN,
     checkpoint_bytes=0,
     running_bytes=0,
+    window_bytes=0,
     linear=(0,),
     specs=(((4, 64, mx.float16), (4, 64, mx.float16)),),
+    opaque_at=(),
     checkpointed=(),
     batchable=True,
-    windows=(None,),
     states=(),
     unknown=(),
 )
@@ -94,7 +96,7 @@ def test_a_model_with_states_continues_from_checkpoints() -> None:
         LAYOUT,
         checkpoint_bytes=4096,
         running_bytes=4096,
-        checkpointed=(None,),  # type: ignore[arg-type]
+        checkpointed=(Recurrent("ArraysCache"),),
     )
     ids = Ids()
     first = request(ids, ("head", 500), ("a", 300), reply=20, key=800, head=500)

@@ -194,4 +194,4 @@ def test_checkpoints_are_common_to_all_ranks(toy_qwen3_5: Path, tmp_path: Path):
 
 
 def _state_tensors(lineage: Lineage) -> list[Tensor]:
-    return serialise.state_tensors(kv.capture(lineage.slots))
+    return serialise.state_tensors(kv.states(lineage.slots))

@@ -100,12 +100,12 @@ class Pair(History):
 
 def states(lineage: Lineage) -> list[mx.array]:
     """The arrays of a lineage's states."""
-    return tree_arrays([slot.state for slot in kv.opaque_slots(lineage.slots)])
+    return tree_arrays(kv.states(lineage.slots))
 
 
 def compare_rows(mine: Lineage, theirs: Lineage) -> int:
     """Compare the positions that `mine` holds; return their number."""
-    start, end = max(mine.base, mine.window_valid_from), mine.length
+    start, end = mine.base, mine.length
     for i, spec in enumerate(mine.layout.specs):
         for j in range(len(spec)):
             own, other = mine.view(i, j, start, end), theirs.view(i, j, start, end)

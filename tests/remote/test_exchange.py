@@ -95,7 +95,7 @@ def with_nan(data: bytes, chain: Chain) -> bytes:
     place, raw = next(
         (one, raw)
         for one, raw in zip(run.places, held, strict=True)
-        if one.dtype in ("F32", "F16", "BF16") and one.name not in run.late
+        if one.dtype in ("F32", "F16", "BF16")
     )
     raw[-place.nbytes // len(run.tokens) :] = b"\xff" * (place.nbytes // len(run.tokens))
     tensors = [
@@ -103,7 +103,7 @@ def with_nan(data: bytes, chain: Chain) -> bytes:
         for one, raw in zip(run.places, held, strict=True)
     ]
     stop = run.start + len(run.tokens)
-    head = compose_run(chain, run.start, stop, tensors, run.late)
+    head = compose_run(chain, run.start, stop, tensors)
     return b"".join([head, *held])
 
 

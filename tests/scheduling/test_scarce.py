@@ -47,13 +47,14 @@ def test_a_prefill_goes_on_once_others_cache_was_evicted(
     old = [prompt(rng, 200) for _ in range(4)]
     for ids in old:
         bench.ask(ids, tokens=2)
-    held = bench.kv.tree.tokens
+    held = bench.kv.budget.used
     ids = prompt(rng, 300)
     model.when = at_passes(3)
     task = bench.ask(ids)
     assert task.out == bench.cold(ids)
     assert sum(event == admitted(task) for event in task.events) == 1  # type: ignore[attr-defined]
-    assert bench.kv.tree.tokens < held + len(ids)
+    newest = [*bench.kv.ram.idle.values()][-1]
+    assert bench.kv.budget.used - newest.nbytes < held
     assert bench.kv.tree.match(token_ids(old[-1]), touch=False).length == 200
     at_rest(bench)
 

@@ -21,7 +21,7 @@ from mlx_lm.processors import PROCESSORS
 
 from mlxcache.errors import ModelError
 from mlxcache.model import kv
-from mlxcache.model.adapters import Adapter, Sliced, Windowed, adapter_of, class_name, parts_of
+from mlxcache.model.adapters import Adapter, Sliced, adapter_of, class_name, parts_of
 from mlxcache.model.kv import check_classes
 from tests.toys import tiny
 
@@ -89,8 +89,8 @@ def classified(name: str) -> Family:
 
 def _verb(adapter: Adapter) -> str:
     if isinstance(adapter, Sliced):
-        return "window" if isinstance(adapter, Windowed) else "slice"
-    return "checkpoint"
+        return "slice"
+    return "window" if adapter.cuts else "checkpoint"
 
 
 def _batchable(adapters: Sequence[Adapter | None]) -> bool:
@@ -130,7 +130,11 @@ def reuse(family: Family) -> str:
         return "nothing: the class is unknown"
     if "checkpoint" in family.verbs:
         return "from checkpoints"
-    return "any token; windows are refilled" if "window" in family.verbs else "any token"
+    return (
+        "any token; from checkpoints if memory is short"
+        if "window" in family.verbs
+        else "any token"
+    )
 
 
 def table(found: Iterable[Family]) -> str:

@@ -1,0 +1,103 @@
+"""Rows of sliding windows: kept with memory to spare, else only before checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from mlxcache.model import kv
+from mlxcache.types import token_ids
+from tests.conftest import ToyMaker
+from tests.scheduled import Bench, prompt
+
+FAMILIES = ("gemma3", "gemma4", "gpt_oss", "cohere2", "olmo3", "ministral3")
+
+
+@pytest.fixture(params=FAMILIES[:3])
+def bench(request: pytest.FixtureRequest, toy: ToyMaker) -> Iterator[Bench]:
+    made = Bench(toy(request.param))
+    yield made
+    made.check()
+
+
+def rows(bench: Bench) -> list[int]:
+    return [lineage.rows for lineage in bench.kv.ram.idle.values()]
+
+
+def test_any_prefix_goes_on_to_the_token_with_memory_to_spare(
+    bench: Bench, rng: np.random.Generator
+) -> None:
+    ids = prompt(rng, 500)
+    first = bench.ask(ids, tokens=40)
+    whole = [*ids, *first.out]
+    for at in (530, 499, 333, 70, 3):
+        edited = [*whole[:at], *prompt(rng, 20)]
+        task = bench.ask(edited)
+        assert task.record.cached_tokens >= at - 1
+        assert task.out == bench.cold(edited)
+
+
+def test_a_prompt_goes_on_from_a_mark_once_its_rows_are_gone(
+    bench: Bench, rng: np.random.Generator
+) -> None:
+    ids = prompt(rng, 500)
+    bench.ask(ids, marks=(100, 300))
+    before = bench.kv.budget.used
+    for lineage in bench.kv.ram.idle.values():
+        bench.kv.ram.drop_rows(lineage)
+    assert bench.kv.budget.used < before
+    for at, cached in ((420, 300), (299, 100), (99, 0)):
+        edited = [*ids[:at], *prompt(rng, 20)]
+        task = bench.ask(edited)
+        assert task.record.cached_tokens == cached
+        assert task.out == bench.cold(edited)
+
+
+@pytest.mark.parametrize("bench", FAMILIES, indirect=True)
+def test_rows_may_go_at_any_time(bench: Bench, rng: np.random.Generator) -> None:
+    """Conversations that go on and part, while rows are dropped at random."""
+    talks = [prompt(rng, 150)]
+    for _ in range(25):
+        for lineage in list(bench.kv.ram.idle.values()):
+            if rng.random() < 0.4:
+                bench.kv.ram.drop_rows(lineage)
+        before = talks[rng.integers(len(talks))]
+        ids = [*before[: rng.integers(1, len(before) + 1)], *prompt(rng, int(rng.integers(2, 200)))]
+        task = bench.ask(ids, tokens=int(rng.integers(1, 90)), marks=(len(ids) - 1,))
+        assert task.out == bench.cold(ids, len(task.out))
+        talks = [*talks, [*ids, *task.out]][-6:]
+        bench.check()
+
+
+def test_pressure_takes_rows_before_conversations(bench: Bench, rng: np.random.Generator) -> None:
+    talks = []
+    for _ in range(3):
+        ids = prompt(rng, 600)
+        talks.append([*ids, *bench.ask(ids, tokens=2, marks=(300,)).out])
+    assert all(rows(bench))
+    layout, ram = bench.kv.layout, bench.kv.ram
+    held = sum(lineage.rows for lineage in ram.idle.values()) * layout.window_bytes
+    tokens = bench.kv.tree.tokens
+    assert ram.make_room(bench.kv.budget.free + held)
+    assert not any(rows(bench))
+    assert bench.kv.tree.tokens == tokens
+    for ids in talks:
+        assert bench.kv.reusable(token_ids([*ids, 7])) >= 601
+
+
+def test_windows_slide_where_memory_is_short(toy: ToyMaker, rng: np.random.Generator) -> None:
+    """A long prompt takes the KV of full attention, and of windows no more than they see."""
+    bench = Bench(toy("gemma3"))
+    layout = bench.kv.layout
+    bench = Bench(toy("gemma3"), ram=3000 * layout.bytes_per_token + 12 * layout.checkpoint_bytes)
+    window = kv.windows(layout.make())[0].max_size
+    ids = prompt(rng, 2500)
+    task = bench.ask(ids, tokens=30, marks=(1000, 2490))
+    assert task.out == bench.cold(ids, 30)
+    (lineage,) = bench.kv.ram.idle.values()
+    assert lineage.rows == 0
+    assert layout.bytes_per_token + layout.window_bytes > 1.2 * bench.kv.budget.used / len(ids)
+    assert layout.checkpoint_bytes == window * layout.window_bytes
+    bench.check()
