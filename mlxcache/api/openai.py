@@ -30,6 +30,9 @@ from mlxcache.wire.titles import title_from_messages, title_from_text
 TEXT_MAX_TOKENS = 16
 """OpenAI's default limit for a text completion."""
 
+MAX_PROMPT_LOGPROBS = 4_000_000
+"""Most log-probabilities of the prompts of a request: each takes 200 bytes until it is answered."""
+
 
 async def chat_completions(deps: http.Deps, request: Request) -> Response:
     """Generate a reply to a conversation."""
@@ -228,6 +231,14 @@ class TextExchange(Completions):
         shown = self._given if body.echo else ()
         echoes = tuple(one if isinstance(one, str) else deps.engine.decode(one) for one in shown)
         jobs = [await self._text_job(one, fields) for one in self._given]
+        tokens = wire.read_choices(body) * sum(len(job.prompt.ids) for job in jobs)
+        if fields["prompt_logprobs"] and tokens * (1 + (body.logprobs or 0)) > MAX_PROMPT_LOGPROBS:
+            raise BadRequest(
+                f"`logprobs` of {tokens:,} prompt tokens are too many for one request: its tokens "
+                f"times their log-probabilities are at most {MAX_PROMPT_LOGPROBS:,}. Send fewer "
+                "prompts at once.",
+                param="prompt",
+            )
         return self.choices(jobs, echoes=echoes, whole=form is not None)
 
     async def _text_job(self, one: str | Prompt, fields: dict[str, Any]) -> Job:

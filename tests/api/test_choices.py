@@ -9,6 +9,7 @@ import httpx
 import openai
 import pytest
 
+from mlxcache.api import openai as api
 from mlxcache.api.exchange import merge
 from mlxcache.errors import GenerationFailed
 from mlxcache.types import Job, Prompt, Text, token_ids
@@ -181,6 +182,17 @@ class TestText:
     ) -> None:
         whole = (await complete(client, prompt=prompt, echo=True)).json()
         assert whole["choices"][0]["text"] == f"{shown}Hello, world"
+
+    async def test_an_answer_has_a_limited_number_of_log_probabilities_of_prompts(
+        self, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(api, "MAX_PROMPT_LOGPROBS", 23)
+        body = {"prompt": [[5, 6], [7, 8]], "n": 2, "logprobs": 2}
+        assert (await complete(client, **body)).status_code == 200
+        refused = await complete(client, **body, echo=True)
+        assert refused.status_code == 400
+        assert "of 8 prompt tokens are too many" in refused.json()["error"]["message"]
+        assert (await complete(client, **{**body, "logprobs": 1}, echo=True)).status_code == 200
 
     async def test_the_stop_string_is_named(
         self, client: httpx.AsyncClient, engine: FakeEngine

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from mlxcache.api import access, http, record
+from mlxcache.api import access, http, openai, record
 from mlxcache.cache import (
     checkpoints,
     main_conversation,
@@ -55,6 +55,7 @@ FACTS = (
     ("http-api", r"a body of (\S+ MiB) \(413\)", http.ApiSettings().max_body_bytes),
     ("http-api", r"with (\d+) levels of nesting", decode.MAX_DEPTH),
     ("http-api", r"nesting and ([\d,]+) values", decode.MAX_VALUES),
+    ("http-api", r"has at most ([\d,]+) of them", openai.MAX_PROMPT_LOGPROBS),
     ("http-api", r"headers must arrive within (\d+) seconds", protocol.HEAD_SECONDS),
     ("http-api", r"part of the body within (\d+) seconds", http.BODY_PAUSE_S),
     ("http-api", r"the whole body within (\d+) seconds", http.BODY_S),
