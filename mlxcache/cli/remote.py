@@ -59,8 +59,12 @@ class Remote:
         try:
             parts = urlsplit(self.url)
             host, _ = parts.hostname, parts.port  # a port is checked when it is read
-            if parts.scheme not in ("http", "https") or not host:
-                raise ValueError("it does not begin like http://127.0.0.1:8081")
+            more = (parts.username, parts.query, parts.fragment)
+            if parts.scheme not in ("http", "https") or not host or any(more):
+                raise ValueError("it is not like http://127.0.0.1:8081")
+            if not url.isascii():
+                raise ValueError("it has characters that are not ASCII")
+            host.encode("idna")
         except ValueError as error:
             raise NoServer(f"{url!r} is not a server address: {error}") from error
         proxies: dict[str, str] | None = None if proxied(self.url) else {}  # None: the user's

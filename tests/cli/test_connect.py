@@ -6,6 +6,7 @@ import pytest
 
 from mlxcache.cli.connect import base_url
 from mlxcache.cli.launch.clients import Service, anyclaude_variables, claude_variables, shell_line
+from mlxcache.cli.remote import NoServer, Remote
 
 
 def variables(pasted: str, command: str, environ: dict[str, str] | None = None) -> dict[str, str]:
@@ -32,6 +33,18 @@ def variables(pasted: str, command: str, environ: dict[str, str] | None = None) 
 )
 def test_the_address_is_one_that_local_clients_can_use(host, url):
     assert base_url(host, 8081) == url
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("http://127.0.0.1:1?x=1", "http://127.0.0.1:1#x", "http://me:secret@127.0.0.1:1"),
+        *("http://\u2460.example:1", "http://a..b:1", "http://127.0.0.1:99999", "127.0.0.1:1"),
+    ],
+)
+def test_what_is_no_address_of_a_server_is_refused(url):
+    with pytest.raises(NoServer, match="is not a server address"):
+        Remote(url)
 
 
 def line(client: str, *, model: str = "m", has_key: bool = False) -> str:

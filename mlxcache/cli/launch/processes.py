@@ -74,8 +74,8 @@ def query_server(url: str, key: str | None) -> Service | None:
             return None
         if error.status == HTTPStatus.UNAUTHORIZED:
             raise MlxcacheError(
-                f"The server at {url} requires a key: give it with --api-key, or in "
-                "MLXCACHE_API_KEY."
+                f"The server at {url} requires {'another' if key else 'a'} key: give it with "
+                "--api-key, or in MLXCACHE_API_KEY."
             ) from error
         raise MlxcacheError(f"The server at {url} cannot serve: {error}") from error
     return Service(url, str(model["id"]), int(model["context_length"]), key)
