@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Never, cast, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Never, cast, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -148,9 +148,11 @@ class Prompt:
     support tools, so that calls have the form `<tool_call>{json}</tool_call>`. `rules` of
     canonicalisation changed the conversation. `names` maps text that the model writes to the text
     that the client receives instead. `keeps`: positions up to which to keep the prompt, and for how
-    many seconds after each use. `replies`: keys of the known replies in it.
+    many seconds after each use. `replies`: keys of the known replies in it. `param`: the field of
+    a request that has it.
     """
 
+    param: ClassVar = "prompt"
     ids: Tokens
     marks: tuple[int, ...] = ()
     breakpoint: int | None = None

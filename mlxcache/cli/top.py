@@ -187,7 +187,7 @@ def _names(sessions: Sequence[dict[str, Any]]) -> Names:
     several, found = show.has_several_clients(sessions), dict[tuple[str, str | None], str]()
     for one in reversed(sessions):
         client = show.client_name(one.get("client")) if several else ""
-        name = f"{client}: {show.session_name(one)}" if client else show.session_name(one)
+        name = f"{client}: {show.listed_name(one)}" if client else show.listed_name(one)
         for key in filter(None, (one["id"], one["label"])):
             found |= {(key, None): name, (key, one.get("model")): name}
     return found

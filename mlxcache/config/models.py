@@ -22,7 +22,8 @@ DEMO_ID = "mlxcache-demo"
 
 NEITHER = (
     "{model} is neither an existing folder nor a Hub id like owner/name, for example "
-    "mlx-community/Qwen3-4B-Instruct-2507-4bit."
+    "mlx-community/Qwen3-4B-Instruct-2507-4bit. Without a model, `mlxcache serve` serves the "
+    "built-in demo."
 )
 
 _SNAPSHOT = re.compile(r"models--(?P<org>.+?)--(?P<name>.+)")

@@ -444,7 +444,8 @@ class ModelRuntime:
             own, setting = self.loaded.info.context_length, self._plan.setting
             why = f" (all that {setting} has room for)" if context < own else ""
             raise ContextLengthExceeded(
-                f"prompt is too long: {tokens} tokens > {context - 1} maximum{why}"
+                f"prompt is too long: {tokens} tokens > {context - 1} maximum{why}",
+                param=prompt.param,
             )
         longest = max((span.end - span.start for span in prompt.images), default=0)
         if self.images is not None and longest > self.images.largest:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import ClassVar
 
 from mlxcache.prompt.incremental import Tokenised
 from mlxcache.prompt.replies import GeneratedReply, PromptKey
@@ -21,6 +22,7 @@ class ChatPrompt(Prompt):
     is empty if no replies are looked up.
     """
 
+    param: ClassVar = "messages"
     sent: Chat
     chat: Chat
     tokenised: Tokenised

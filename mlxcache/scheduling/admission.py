@@ -189,7 +189,8 @@ class Admission:
         if lease is None and not (kv.waits.fits_alone(tokens) and kv.waits.begin(tokens)):
             raise ContextLengthExceeded(
                 f"The prompt of {task.prompt_tokens} tokens does not fit the memory budget: "
-                "shorten it, or start the server with a larger --ram."
+                "shorten it, or start the server with a larger --ram.",
+                param=task.job.prompt.param,
             )
         return lease
 

@@ -60,6 +60,7 @@ def session(number: int, **more: Any) -> dict[str, Any]:
         "disk_bytes": 38_012_928,
         "tier": "both",
         "last_used_at": NOW - 60 * number,
+        "figures": {"requests": 1, "generated_tokens": 7},
         **more,
     }
 
@@ -347,6 +348,11 @@ def test_names_begin_with_their_client_where_there_are_several():
     text = "\n".join(lines(state(*rows, sessions=two), 120))
     assert text.count("claude: One") == text.count("codex: Two") == 2
     assert "claude:" not in "\n".join(lines(state(*rows, sessions=two[:1]), 120))
+
+
+def test_a_session_without_a_reply_is_marked() -> None:
+    one = session(1, title="One", figures={"requests": 2, "generated_tokens": 0})
+    assert "no reply yet: One" in "\n".join(lines(state(sessions=[one]), 120))
 
 
 def test_the_number_of_kept_requests_is_limited():

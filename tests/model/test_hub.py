@@ -52,7 +52,9 @@ def test_offline_without_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_name_that_the_hub_would_not_take() -> None:
-    with pytest.raises(ModelError, match="neither an existing folder nor a Hub id"):
+    with pytest.raises(
+        ModelError, match=r"neither an existing folder nor a Hub id.*serves the built-in demo"
+    ):
         resolve("what is this?")
 
 

@@ -84,6 +84,12 @@ def test_strange_texts(llama: Api, path: str, text: str) -> None:
         assert "prompt is too long" in response.text
 
 
+@pytest.mark.parametrize("prompt", ["x" * 1_000_000, [50] * 70_000], ids=["text", "ids"])
+def test_a_plain_prompt_that_is_too_long_is_named(llama: Api, prompt: Any) -> None:
+    error = llama.post(COMPLETIONS, {"model": "m", "prompt": prompt}).json()["error"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
+
+
 @pytest.mark.parametrize("path", PATHS)
 def test_a_hundred_megabytes_and_garbage(llama: Api, path: str) -> None:
     """413 and 400, also where the length is not announced."""
