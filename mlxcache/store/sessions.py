@@ -294,21 +294,26 @@ class Sessions:
     ) -> str:
         """Insert a session from a snapshot, used last `at` that time, and return its id.
 
-        The session gets a new id if its own is malformed or in use, or if it is imported for an
-        `owner`, because the id could be that of another owner's session. It loses its label if
-        another session of its namespace and owner has the same one. Replies that the owner already
-        has are not inserted again.
+        It loses its label if another session of its namespace and owner has the same one. The id is
+        that of the label, as the requests of the session are logged; without one its own, or for an
+        `owner` a new one, because its own could be that of another owner's session. It is a new one
+        too if that is malformed or in use. Replies that the owner already has are not inserted
+        again.
         """
         with self._database.write() as db:
             own = {field: getattr(info, field) for field in CARRIED}
             made = Session(pinned=False, owner=owner, **own)
             made = replace(made, last_used_at=at, name=clean_name(name or info.name or "") or None)
-            held = db.execute("SELECT 1 FROM sessions WHERE id = ?", (made.id,)).fetchone()
-            if held or owner is not None or not ID.fullmatch(made.id):
-                made = replace(made, id=new_id())
             taken = "SELECT 1 FROM sessions WHERE namespace = ? AND label = ? AND owner IS ?"
             if db.execute(taken, (made.namespace, made.label, owner)).fetchone():
                 made = replace(made, label=None)
+            if made.label is not None:
+                made = replace(made, id=id_of(made.namespace, made.label, owner))
+            elif owner is not None:
+                made = replace(made, id=new_id())
+            held = db.execute("SELECT 1 FROM sessions WHERE id = ?", (made.id,)).fetchone()
+            if held or not ID.fullmatch(made.id):
+                made = replace(made, id=new_id())
             rows.insert_session(db, made)
             for leaf in info.leaves:
                 rows.insert_leaf(db, made.namespace, replace(leaf, session=made.id))

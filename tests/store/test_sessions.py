@@ -347,6 +347,17 @@ def test_nobody_takes_the_id_that_anothers_label_will_have(sessions):
     assert [one.id for one in sessions.all(owner="alice")] == [made]
 
 
+@pytest.mark.parametrize("owner", [None, "bob"])
+def test_a_session_of_a_file_has_the_id_that_its_label_gets_here(sessions, owner):
+    """Which is what the log calls it; a second one with this label loses it."""
+    wanted = id_of("n", "notes", owner)
+    assert sessions.adopt(from_file("ses_0a1b2c", label="notes"), 1.0, owner=owner) == wanted
+    assert sessions.record_turn(turn(talk(0), label="notes", owner=owner)) == wanted
+    again = sessions.adopt(from_file(wanted, label="notes"), 1.0, owner=owner)
+    assert again != wanted
+    assert [one.label for one in sessions.all(owner=owner) if one.id == again] == [None]
+
+
 def test_one_owners_replies_are_not_anothers(sessions):
     reply = ReplyRow(b"d", 1, "t", b"h", token_ids([1]), True, False, False, None)
     for owner in ("alice", None):
