@@ -20,9 +20,7 @@ from typing import Any
 from mlxcache.errors import BadRequest, ContextLengthExceeded, Unsupported
 from mlxcache.types import DEFAULTED, TEXTS, Chat, OutputFormat, Sampling, ToolChoice
 from mlxcache.wire import anthropic_types as types
-from mlxcache.wire.decode import convert, unsupported, wrong
-from mlxcache.wire.images import ImageReader, Item, join_items
-from mlxcache.wire.openai_request import (
+from mlxcache.wire.chat_parts import (
     EFFORT_BUDGETS,
     HOUR,
     MINUTES_5,
@@ -35,6 +33,8 @@ from mlxcache.wire.openai_request import (
     make_function,
     with_strict,
 )
+from mlxcache.wire.decode import convert, unsupported, wrong
+from mlxcache.wire.images import ImageReader, Item, join_items
 from mlxcache.wire.openai_types import is_on
 from mlxcache.wire.signatures import SignatureReader
 

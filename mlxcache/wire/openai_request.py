@@ -1,17 +1,14 @@
 """Conversion of OpenAI's request bodies to `Chat`, `Prompt`, `Sampling`, limits, formats and tools.
 
 An unsupported field that would change the answer raises Unsupported with the field's name.
-Sources: https://platform.openai.com/docs/guides/structured-outputs,
-https://platform.openai.com/docs/guides/function-calling and
-https://platform.openai.com/docs/guides/prompt-caching (`prompt_cache_retention`). Extensions are
-listed in `openai_types`.
+Sources: https://platform.openai.com/docs/guides/structured-outputs and
+https://platform.openai.com/docs/guides/function-calling. Extensions are listed in `openai_types`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import groupby
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import msgspec
@@ -29,6 +26,20 @@ from mlxcache.types import (
     token_ids,
 )
 from mlxcache.wire import openai_types as types
+from mlxcache.wire.chat_parts import (
+    EFFORT_BUDGETS,
+    Function,
+    ToolUse,
+    check_template_args,
+    effort_args,
+    format_of_schema,
+    in_call_order,
+    keep_hints,
+    make_call,
+    make_function,
+    parse_arguments,
+    with_strict,
+)
 from mlxcache.wire.decode import decode, wrong
 from mlxcache.wire.images import ImageReader, Item, join_items
 
@@ -43,31 +54,7 @@ _INSTEAD = {
     "options": ": send its fields beside `messages`",
     "think": ": use `enable_thinking` or `reasoning_effort`",
 }
-_RESERVED_ARGS = frozenset(
-    {
-        *("messages", "conversation", "tools", "documents", "chat_template", "tokenize"),
-        *("add_generation_prompt", "continue_final_message", "return_dict", "return_tensors"),
-        *("return_assistant_tokens_mask", "padding", "truncation", "max_length"),
-        "tokenizer_kwargs",
-    }
-)
-"""Arguments that the server itself passes to a chat template, or that change its result's type."""
-
-EFFORT_BUDGETS = {"minimal": 512, "low": 1024, "medium": 8192, "high": 24_576}
-"""Maximum tokens of thinking by effort; from `low` on as in Gemini's API for OpenAI's clients.
-
-Source: https://ai.google.dev/gemini-api/docs/openai#thinking."""
-
-_EFFORT = {"minimal": "low", "xhigh": "high", "max": "high"}
-"""Effort that a chat template gets, for efforts that many templates do not know."""
 _INT32 = 2**31 - 1
-
-MINUTES_5, HOUR, DAY = 300.0, 3600.0, 86_400.0
-"""Times for which prompts are kept, in seconds."""
-_RETENTION = {"in_memory": MINUTES_5, "in-memory": MINUTES_5, "24h": DAY}
-
-MOST_NAME = 512
-"""Most characters of a tool's name where a few bytes of a body write it again."""
 
 MAX_CHOICES, MAX_REPLIES = 16, 128
 """Maximum choices of one prompt, and of one request."""
@@ -108,15 +95,6 @@ def _check_chat(body: types.ChatRequest) -> None:
     if body.continue_final_message:
         _check_continuation(body)
     check_template_args(body.chat_template_kwargs)
-
-
-def check_template_args(args: Mapping[str, Any] | None) -> None:
-    for key in args or ():
-        if key in _RESERVED_ARGS:
-            raise BadRequest(
-                f"The template argument {key!r} is reserved for the server.",
-                param=f"chat_template_kwargs.{key}",
-            )
 
 
 def _check_continuation(body: types.ChatRequest) -> None:
@@ -292,15 +270,6 @@ def _effort(body: types.ChatRequest) -> str | None:
     return body.reasoning_effort or (body.reasoning.effort if body.reasoning else None)
 
 
-def keep_hints(retention: Any, messages: int) -> tuple[tuple[int, float], ...]:
-    """Return the keep hint that a value of `prompt_cache_retention` asks for, if it is known.
-
-    It is a pair: the number of `messages`, and the seconds to keep them after each use.
-    """
-    seconds = _RETENTION.get(retention) if isinstance(retention, str) else None
-    return ((messages, seconds),) if seconds else ()
-
-
 def _template_args(body: types.ChatRequest) -> dict[str, Any]:
     args = effort_args(_effort(body))
     if body.thinking and body.thinking.type in ("enabled", "disabled"):
@@ -308,13 +277,6 @@ def _template_args(body: types.ChatRequest) -> dict[str, Any]:
     if body.enable_thinking is not None:
         args["enable_thinking"] = body.enable_thinking
     return args | (body.chat_template_kwargs or {})
-
-
-def effort_args(effort: str | None) -> dict[str, Any]:
-    """Return the arguments of the chat template for an effort of reasoning; empty for None."""
-    if effort == "none":
-        return {"enable_thinking": False}
-    return {"reasoning_effort": _EFFORT.get(effort, effort)} if effort else {}
 
 
 def _tool(tool: types.Tool, index: int) -> Function:
@@ -325,28 +287,6 @@ def _tool(tool: types.Tool, index: int) -> Function:
         raise BadRequest("A function tool needs `function`.", param=f"tools[{index}].function")
     one = tool.function
     return make_function(one.name, one.description, one.parameters)
-
-
-Function = Mapping[str, Any]
-"""A tool in the form of `Chat.tools`, which chat templates take."""
-
-
-def make_function(
-    name: str, description: str | None, parameters: Mapping[str, Any] | None
-) -> Function:
-    """Return a tool as a function; without `parameters` it takes none."""
-    empty = {"type": "object", "properties": {}}
-    body = {
-        "name": name,
-        "description": description or "",
-        "parameters": empty if parameters is None else parameters,
-    }
-    return {"type": "function", "function": body}
-
-
-def with_strict(function: Function) -> Function:
-    """Return `function` with arguments that are always valid. It is not rendered so."""
-    return {**function, "function": {**function["function"], "strict": True}}
 
 
 def _message(message: types.Message, index: int, images: ImageReader) -> dict[str, Any]:
@@ -404,43 +344,6 @@ def _calls(message: types.Message, index: int) -> list[dict[str, Any]]:
         make_call(id or f"call_{index}_{i}", called.name, parse_arguments(called.arguments))
         for i, (id, called) in enumerate(calls)
     ]
-
-
-def make_call(id: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool call in the form that chat templates take."""
-    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-def in_call_order(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return `messages` with the results of parallel calls in the order of their calls.
-
-    A template that renders no ids shows only by the place to which call a result belongs.
-    """
-    found: list[dict[str, Any]] = []
-    places: dict[str, int] = {}
-    for is_result, run in groupby(messages, lambda message: message["role"] == "tool"):
-        if is_result:
-            found += sorted(run, key=lambda m: places.get(m.get("tool_call_id", ""), len(places)))
-        else:
-            found += run
-            calls = found[-1].get("tool_calls", ())
-            places = {call["id"]: i for i, call in enumerate(calls)}
-    return found
-
-
-def parse_arguments(text: str | dict[str, Any] | None) -> dict[str, Any]:
-    """Return the arguments of a tool call as the object that chat templates expect.
-
-    Text that is not a JSON object becomes the value of the key `_raw`.
-    """
-    if not isinstance(text, str):
-        return text or {}
-    if not text.strip():
-        return {}
-    try:
-        return decode(dict[str, Any], text.encode())
-    except BadRequest:
-        return {"_raw": text}
 
 
 def read_prompts(body: types.TextRequest) -> list[str | Prompt]:
@@ -575,28 +478,7 @@ def _parse_schema(value: str | dict[str, Any], field: str) -> dict[str, Any]:
         raise BadRequest(f"`{field}` is not a JSON object: {error}", param=field) from error
 
 
-def format_of_schema(schema: Mapping[str, Any], param: str) -> OutputFormat:
-    """Return the format for JSON that is valid by `schema`, keeping the order of the schema's keys.
-
-    `param` is the field of the request that holds the schema, for errors.
-    """
-    return OutputFormat("json_schema", msgspec.json.encode(schema).decode(), param)
-
-
 # -- tools -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class ToolUse:
-    """Tools that a reply may or must call, as in `Job`.
-
-    `named`: the client forced one function by name, which is then called exactly once.
-    """
-
-    tools: tuple[Function, ...] | None = None
-    choice: ToolChoice = field(default_factory=ToolChoice)
-    parallel: bool = True
-    named: bool = False
 
 
 def read_tool_use(body: types.ChatRequest, rendered: Sequence[Function]) -> ToolUse:

@@ -22,6 +22,21 @@ from mlxcache.errors import BadRequest, Unsupported
 from mlxcache.types import TEXTS, Chat, OutputFormat, ToolCall, ToolChoice
 from mlxcache.wire import openai_request as openai
 from mlxcache.wire import responses_types as types
+from mlxcache.wire.chat_parts import (
+    EFFORT_BUDGETS,
+    MOST_NAME,
+    Function,
+    ToolUse,
+    check_template_args,
+    effort_args,
+    format_of_schema,
+    in_call_order,
+    keep_hints,
+    make_call,
+    make_function,
+    parse_arguments,
+    with_strict,
+)
 from mlxcache.wire.decode import convert, wrong
 from mlxcache.wire.grammar_pattern import pattern_of_lark, pattern_of_regex
 from mlxcache.wire.images import ImageReader, Item, join_items
@@ -55,7 +70,7 @@ def check_supported(body: types.ResponsesRequest) -> None:
         raise BadRequest(message, param="top_logprobs")
     if any(item.get("type") == types.TRIGGER for item in read_input(body)[:-1]):
         raise BadRequest(f"`input`: an item `{types.TRIGGER}` must be the last.", param="input")
-    openai.check_template_args(body.chat_template_kwargs)
+    check_template_args(body.chat_template_kwargs)
 
 
 def wants_logprobs(body: types.ResponsesRequest) -> bool:
@@ -80,7 +95,7 @@ def read_thinking_budget(body: types.ResponsesRequest, *, takes_effort: bool) ->
         return None
     if reasoning.max_tokens is not None:
         return reasoning.max_tokens
-    return None if takes_effort else openai.EFFORT_BUDGETS.get(reasoning.effort or "")
+    return None if takes_effort else EFFORT_BUDGETS.get(reasoning.effort or "")
 
 
 def read_text_format(body: types.ResponsesRequest) -> OutputFormat | None:
@@ -103,7 +118,7 @@ def read_text_format(body: types.ResponsesRequest) -> OutputFormat | None:
     if form.schema is None:
         message = f"`{at}` of type 'json_schema' needs `name` and `schema`."
         raise BadRequest(message, param=f"{at}.schema")
-    return openai.format_of_schema(form.schema, f"{at}.schema")
+    return format_of_schema(form.schema, f"{at}.schema")
 
 
 # -- input -----------------------------------------------------------------------------------
@@ -144,15 +159,15 @@ def to_chat(
     if not writer.messages:
         raise BadRequest("`input` is empty.", param="input")
     return Chat(
-        messages=openai.in_call_order(writer.messages),
+        messages=in_call_order(writer.messages),
         tools=tuple(tools.functions),
         template_args=template_args(body),
-        keeps=openai.keep_hints(body.prompt_cache_retention, len(writer.messages)),
+        keeps=keep_hints(body.prompt_cache_retention, len(writer.messages)),
     )
 
 
 def template_args(body: types.ResponsesRequest) -> dict[str, Any]:
-    args = openai.effort_args(body.reasoning.effort if body.reasoning else None)
+    args = effort_args(body.reasoning.effort if body.reasoning else None)
     return args | (body.chat_template_kwargs or {})
 
 
@@ -233,7 +248,7 @@ class _ChatWriter:
                 self._write_message(item, where)
             case types.FunctionCall():
                 name = self._tools.rendered_name(item.name, item.namespace)
-                self._write_call(item.call_id, name, openai.parse_arguments(item.arguments))
+                self._write_call(item.call_id, name, parse_arguments(item.arguments))
             case types.CustomCall():
                 name = self._tools.rendered_name(item.name, item.namespace)
                 self._write_call(item.call_id, name, {INPUT: item.input})
@@ -294,8 +309,8 @@ class _ChatWriter:
             reply[TEXTS] = tuple(text for text in texts if text)
 
     def _write_call(self, id: str, name: str, arguments: dict[str, Any]) -> None:
-        self._names[id] = name[: openai.MOST_NAME]
-        call = openai.make_call(id, name, arguments)
+        self._names[id] = name[:MOST_NAME]
+        call = make_call(id, name, arguments)
         self._reply(begins="tool_calls").setdefault("tool_calls", []).append(call)
 
     def _write_output(self, item: types.CallOutput, where: str) -> None:
@@ -356,10 +371,10 @@ class Toolbox:
     """
 
     def __init__(self, tools: Sequence[types.Tool]):
-        self.functions: list[openai.Function] = []
+        self.functions: list[Function] = []
         self.left_out: list[str] = []
         # with `strict` and patterns, which are not rendered
-        self._callable: list[openai.Function] = []
+        self._callable: list[Function] = []
         self._entries: dict[str, Entry] = {}
         self._rendered: dict[tuple[str, str | None], str] = {}
         for at, tool, namespace in _flatten(tools):
@@ -385,8 +400,8 @@ class Toolbox:
         if tool.type == "custom":
             function, limited = _custom(tool, rendered, at)
         else:
-            function = openai.make_function(rendered, tool.description, tool.parameters)
-            limited = openai.with_strict(function) if is_on(tool.strict) else function
+            function = make_function(rendered, tool.description, tool.parameters)
+            limited = with_strict(function) if is_on(tool.strict) else function
         self._entries[rendered] = Entry(tool.name, namespace, tool.type == "custom")
         self._rendered.setdefault((tool.name, namespace), rendered)
         self._rendered.setdefault((tool.name, None), rendered)
@@ -404,19 +419,19 @@ class Toolbox:
         """Return the tool with a name in the prompt; a function of this name if it is unknown."""
         return self._entries.get(rendered) or Entry(rendered)
 
-    def read_use(self, body: types.ResponsesRequest) -> openai.ToolUse:
+    def read_use(self, body: types.ResponsesRequest) -> ToolUse:
         """Return which tools may be called, and how, as the body's `tool_choice` asks for."""
         choice = body.tool_choice or "auto"
         asked = types.ToolChoice(choice) if isinstance(choice, str) else choice
         if asked.type == "none" or (asked.type == "auto" and not self.functions):
-            return openai.ToolUse()
+            return ToolUse()
         found = self._choice(asked)
         if not self.functions:
             message = "`tool_choice` needs `tools`, and there are none."
             raise BadRequest(message, param="tool_choice")
         named = asked.type in ("function", "custom")
         single = named or body.parallel_tool_calls is False or body.max_tool_calls == 1
-        return openai.ToolUse(tuple(self._callable), found, parallel=not single, named=named)
+        return ToolUse(tuple(self._callable), found, parallel=not single, named=named)
 
     def _choice(self, asked: types.ToolChoice) -> ToolChoice:
         match asked.type:
@@ -463,8 +478,8 @@ def _flatten(tools: Sequence[types.Tool]) -> Iterator[tuple[str, types.Tool, str
             continue
         if not tool.name:
             raise wrong(f"tools[{i}].name", "a name is required.")
-        if len(tool.name) > openai.MOST_NAME:
-            raise wrong(f"tools[{i}].name", f"at most {openai.MOST_NAME} characters are accepted.")
+        if len(tool.name) > MOST_NAME:
+            raise wrong(f"tools[{i}].name", f"at most {MOST_NAME} characters are accepted.")
         for j, raw in enumerate(tool.tools or ()):
             at = f"tools[{i}].tools[{j}]"
             yield at, convert(raw, types.Tool, at), tool.name
@@ -479,11 +494,11 @@ def _input_schema(**limits: str) -> dict[str, Any]:
     }
 
 
-def _custom(tool: types.Tool, rendered: str, at: str) -> tuple[openai.Function, openai.Function]:
+def _custom(tool: types.Tool, rendered: str, at: str) -> tuple[Function, Function]:
     """Return a custom tool as a function, and the same with the grammar of its input, if any."""
     description, form = tool.description or "", tool.format or types.CustomFormat()
     if form.type != "grammar":
-        free = openai.make_function(rendered, description, _input_schema())
+        free = make_function(rendered, description, _input_schema())
         return free, free
     if not form.syntax or not form.definition:
         raise wrong(f"{at}.format", "a grammar needs `syntax` and `definition`.")
@@ -492,8 +507,8 @@ def _custom(tool: types.Tool, rendered: str, at: str) -> tuple[openai.Function, 
     kind = "Lark grammar" if form.syntax == "lark" else "regular expression"
     rule = f"`{INPUT}` must follow this {kind}:\n{form.definition}"
     description = f"{description}\n\n{rule}" if description else rule
-    limited = openai.make_function(rendered, description, _input_schema(pattern=pattern))
-    return openai.make_function(rendered, description, _input_schema()), openai.with_strict(limited)
+    limited = make_function(rendered, description, _input_schema(pattern=pattern))
+    return make_function(rendered, description, _input_schema()), with_strict(limited)
 
 
 # -- calls -----------------------------------------------------------------------------------

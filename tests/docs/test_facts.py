@@ -29,11 +29,11 @@ from mlxcache.scheduling import loop_guard
 from mlxcache.sessions import journal
 from mlxcache.store import leaves, reply_rows, session_rows, store
 from mlxcache.tree import eviction
-from mlxcache.wire import decode, openai_request
+from mlxcache.wire import chat_parts, decode
 from tests.docs.blocks import BLOCKS, ROOT
 from tests.served import Served, served
 
-EFFORTS = openai_request.EFFORT_BUDGETS
+EFFORTS = chat_parts.EFFORT_BUDGETS
 FACTS = (
     ("configuration", r"and at most (\S+ GB)\. Whatever the limit", sizes.MOST_DISK),
     ("configuration", r"the limit, (\S+ GB) of the disk stay free", store.FREE_FLOOR),

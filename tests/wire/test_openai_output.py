@@ -8,7 +8,8 @@ import msgspec
 import pytest
 
 from mlxcache.types import OutputFormat, ToolChoice
-from mlxcache.wire.openai_request import ToolUse, read_format, read_tool_use, to_chat
+from mlxcache.wire.chat_parts import ToolUse
+from mlxcache.wire.openai_request import read_format, read_tool_use, to_chat
 from mlxcache.wire.openai_types import ChatRequest, TextRequest
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"enum": ["x", 1.5]}}}

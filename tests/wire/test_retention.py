@@ -9,7 +9,7 @@ import pytest
 
 from mlxcache.wire import anthropic_types as wire
 from mlxcache.wire.anthropic_request import to_chat
-from mlxcache.wire.openai_request import keep_hints
+from mlxcache.wire.chat_parts import keep_hints
 
 FIVE, HOUR = 300.0, 3600.0
 
