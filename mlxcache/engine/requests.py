@@ -18,7 +18,7 @@ from mlxcache.prompt.canonical.uuids import ReplyRestorer
 from mlxcache.scheduling.admission import asker_of
 from mlxcache.scheduling.prefill import DECODE_SHARE
 from mlxcache.scheduling.scheduler import Scheduler
-from mlxcache.scheduling.task import Task
+from mlxcache.scheduling.task import ScoredTask, Task
 from mlxcache.types import (
     Admitted,
     Event,
@@ -223,7 +223,8 @@ class LiveRequest:
         keep_pieces: bool,
     ):
         self.job, self.record = job, record
-        self.task = Task(job, self._push, record, guide)
+        kind = ScoredTask if job.prompt_logprobs else Task
+        self.task = kind(job, self._push, record, guide)
         self.pieces: list[Piece] = []
         self._scheduler = scheduler
         self._on_event, self._on_left, self._stall_s = on_event, on_left, stall_s

@@ -501,8 +501,8 @@ class ModelRuntime:
             found: list[TokenLogprob] = top_logprobs(logprobs, tokens, wanted, tokenizer)
             return found
 
-        first = task.fed[:1].tolist() if job.prompt_logprobs else ()
-        scores = [TokenLogprob(token_text(tokenizer, one), one, math.nan) for one in first]
+        first = int(task.fed[0])
+        scores = [TokenLogprob(token_text(tokenizer, first), first, math.nan)]
         return Output(parser, row, logprob, loop, budget, scores)
 
     def _limit_thinking(self, job: Job, processors: list[Processor]) -> ThinkingBudget | None:
@@ -573,7 +573,7 @@ class ModelRuntime:
 
     def _add_turn(self, task: Task, reply: GeneratedReply | None, figures: SessionFigures) -> None:
         job = task.job
-        if task.record.status not in RECORDED or job.api == WARMING or job.prompt_logprobs:
+        if task.record.status not in RECORDED or job.api == WARMING or task.scores_prompt:
             return
         ids = task.tokens()
         if task.out and self.kv.match(ids) < len(ids):

@@ -13,7 +13,6 @@ from mlxcache.cache.checkpoints import stops
 from mlxcache.cache.kv_cache import KVCache, Lease
 from mlxcache.cache.main_conversation import CacheHints
 from mlxcache.cache.ram import Evict
-from mlxcache.common_prefix import common_length
 from mlxcache.errors import ContextLengthExceeded
 from mlxcache.lru import LRU
 from mlxcache.scheduling.cost import Cost
@@ -110,23 +109,19 @@ class Admission:
         That is while another request computes the prefix, or while it is looked up on disk. Starts
         that lookup if much of the prompt is not in RAM.
         """
-        if task.job.prompt_logprobs:
-            return False
         if task.lookup is not None and not task.lookup.found:
             return True
         known = self._kv.reusable(task.ids)
         for other in prefilling:
-            if other.job.prompt_logprobs:
-                continue
-            shared = min(common_length(other.ids, task.ids), task.target)
-            whole = shared == task.target
+            shared = other.shared_with(task)
+            whole = shared == task.reusable
             if self._kv.layout.opaque:
                 shared = self._stop_near(other, shared)
             enough = 1 if task.deferred or whole else MIN_SHARED
             if shared - known >= enough and other.held.length < shared:
                 return task.defer(self._kv.layout.cacheable)
         least = MIN_UNKNOWN_BESIDE if prefilling else self._kv.min_unknown
-        if task.lookup is not None or task.target - known < least:
+        if task.lookup is not None or task.reusable - known < least:
             return False
         task.await_lookup(self._kv.look_up(task.ids, known))
         return task.lookup is not None

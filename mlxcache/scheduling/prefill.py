@@ -241,7 +241,7 @@ class Prefill:
         )
         bytes_ = self.limits.transient
         size = self.cost.chunk(at, bytes_=bytes_, seconds=seconds, most=most)
-        if task.job.prompt_logprobs:  # each position has logits
+        if task.scores_prompt:  # each position has logits
             while size > 1 and self.cost.peak(size, at) + size * self.cost.fixed > bytes_:
                 size //= 2
         stop = task.target
@@ -252,7 +252,7 @@ class Prefill:
     def _feed(self, task: Task, size: int) -> None:
         lease = task.held
         lineage = lease.lineage
-        scored = task.job.prompt_logprobs
+        scored = task.scores_prompt
         at, last = lineage.length, size == task.remaining and not scored
         end = at + size
         marks = [stop for stop in task.stops if at < stop <= end]

@@ -6,12 +6,14 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import mlx.core as mx
 
 from mlxcache.cache.checkpoints import SPACING
 from mlxcache.cache.kv_cache import Lease
 from mlxcache.cache.restore import DiskLookup
+from mlxcache.common_prefix import common_length
 from mlxcache.errors import MlxcacheError
 from mlxcache.model.guidance.guide import Guide
 from mlxcache.model.guidance.thinking import ThinkingBudget
@@ -52,7 +54,7 @@ class Output:
     `logprob`: computes the log-probabilities that the client requested, of tokens and logits or
     log-probabilities of shape (tokens, vocabulary). `loop`: detects a reply that repeats itself.
     `budget`: limits the tokens of thinking blocks. `scores`: the log-probabilities of the prompt's
-    tokens so far, the first of which has none; empty if they were not requested.
+    tokens so far, the first of which has none.
     """
 
     parser: OutputParser
@@ -127,6 +129,8 @@ class Task:
     restarts since the cache last held more of the prompt than before.
     """
 
+    scores_prompt: ClassVar[bool] = False
+
     def __init__(
         self,
         job: Job,
@@ -179,6 +183,15 @@ class Task:
     def target(self) -> int:
         """Positions to prefill: all but the last prompt token, which decoding feeds, if it does."""
         return len(self.ids) - (self.job.max_tokens != 0)
+
+    @property
+    def reusable(self) -> int:
+        """Number of leading tokens of the prompt whose KV may come from the cache."""
+        return self.target
+
+    def shared_with(self, other: Task) -> int:
+        """Return of how many tokens `other` can reuse the KV that the prefill of this task adds."""
+        return min(common_length(self.ids, other.ids), other.reusable)
 
     @property
     def remaining(self) -> int:
@@ -361,7 +374,7 @@ class Task:
             (entry,) = logprob(drawn.logprobs[None], [drawn.token])
             pieces = _with_logprob(pieces, replace(entry, visible=visible))
         if len(self.out) == 1:
-            self._stage_scores()
+            self._staged += self._scores()
         self._staged += pieces
         if parser.done is not None:
             return parser.done
@@ -370,25 +383,10 @@ class Task:
         return "length" if len(self.out) >= self.limit else None
 
     def score(self, at: int, logits: mx.array) -> None:
-        """Record the log-probabilities of the prompt's tokens after position `at`, if requested.
+        """Do nothing with the `logits` of the prompt's positions from `at` on."""
 
-        `logits`: of the positions from `at` on, shape (1, n, vocabulary). Blocks until computed.
-        """
-        output = self.output
-        if output is None or output.logprob is None or not output.scores:
-            return
-        tokens = self.fed[at + 1 : at + 1 + logits.shape[1]].tolist()
-        if not tokens:
-            return
-        logprobs, finite = normalised(logits[0, : len(tokens)].astype(mx.float32))
-        output.scores[at + 1 :] = output.logprob(logprobs, tokens)
-        if not mx.all(finite).item():
-            raise NonFiniteOutput
-
-    def _stage_scores(self) -> None:
-        if self.output is not None and self.output.scores:
-            scores = self.output.scores[: len(self.job.prompt.ids)]
-            self._staged.append(PromptLogprobs(tuple(scores)))
+    def _scores(self) -> list[PromptLogprobs]:
+        return []
 
     @property
     def all_delivered(self) -> bool:
@@ -405,7 +403,7 @@ class Task:
 
     def flush(self, reason: FinishReason) -> None:
         if not self.out and reason == "length":
-            self._stage_scores()
+            self._staged += self._scores()
         self.deliver()
         if self.output is not None:
             parser = self.output.parser
@@ -460,6 +458,40 @@ class Task:
             self.note_phase("restore_s" if self.lease is not None else "queue_s")
         record.finish_reason = reason
         record.status = {"cancelled": "cancelled", "error": "failed"}.get(reason, "done")  # type: ignore[assignment]
+
+
+class ScoredTask(Task):
+    """A request for its prompt's log-probabilities too: all of it is fed, and no KV is shared."""
+
+    scores_prompt = True
+
+    @property
+    def reusable(self) -> int:
+        return 0
+
+    def shared_with(self, other: Task) -> int:
+        return 0
+
+    def score(self, at: int, logits: mx.array) -> None:
+        """Record the log-probabilities of the tokens after position `at`. Blocks until computed.
+
+        `logits`: of the positions from `at` on, shape (1, n, vocabulary).
+        """
+        output = self.output
+        assert output is not None
+        assert output.logprob is not None
+        tokens = self.fed[at + 1 : at + 1 + logits.shape[1]].tolist()
+        if not tokens:
+            return
+        logprobs, finite = normalised(logits[0, : len(tokens)].astype(mx.float32))
+        output.scores[at + 1 :] = output.logprob(logprobs, tokens)
+        if not mx.all(finite).item():
+            raise NonFiniteOutput
+
+    def _scores(self) -> list[PromptLogprobs]:
+        if self.output is None:
+            return []
+        return [PromptLogprobs(tuple(self.output.scores[: len(self.job.prompt.ids)]))]
 
 
 def _with_logprob(pieces: list[Piece], entry: TokenLogprob) -> list[Piece]:
