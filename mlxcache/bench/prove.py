@@ -32,20 +32,18 @@ from mlxcache.bench.command import check_names, scratch
 from mlxcache.bench.context import (
     FULL,
     QUICK,
-    SIZES,
-    WEIGHTS,
     Clock,
     Context,
     Scale,
     Subject,
     TimeUp,
-    Weights,
     usable_bytes,
 )
 from mlxcache.bench.findings import Findings, NotApplicable
 from mlxcache.bench.machine import describe_machine, device_info, private_strings, scrub
 from mlxcache.bench.process import tail
 from mlxcache.bench.report import wide_console
+from mlxcache.bench.shapes import SIZES, WEIGHTS, Weights
 from mlxcache.config.flags import option, switch
 from mlxcache.errors import MlxcacheError, ModelError
 from mlxcache.model.folder import checked_config

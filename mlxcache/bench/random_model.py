@@ -21,7 +21,7 @@ from mlx_lm.models.qwen3 import Model, ModelArgs
 from mlx_lm.utils import save_model
 from tokenizers import Tokenizer
 
-from mlxcache.bench.context import SIZES, Shape, Weights
+from mlxcache.bench.shapes import SIZES, Shape, Weights
 from mlxcache.model import demo
 
 CONTEXT = 131072

@@ -11,8 +11,8 @@ from mlx.utils import tree_flatten
 from mlx_lm import generate, load
 from mlx_lm.models.qwen3 import Model, ModelArgs
 
-from mlxcache.bench.context import SIZES, Weights
 from mlxcache.bench.random_model import config_of, make_random
+from mlxcache.bench.shapes import SIZES, Weights
 from mlxcache.model.load import ModelSpec
 from mlxcache.model.load import load as load_here
 
