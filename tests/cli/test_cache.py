@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from mlxcache.cli.cache import print_figures
+from mlxcache.cli.cache_figures import print_figures
 
 FIGURES = {
     "ram": {
