@@ -156,7 +156,7 @@ def _attend(layer: nn.Module, x: mx.array, mask: mx.array, gap: mx.array) -> mx.
 
 
 def save(model: Model, tokenizer: Tokenizer, directory: Path) -> None:
-    """Write what `demo.materialise` reads."""
+    """Write what `demo.materialise` reads of a training; the template is not learned."""
     directory.mkdir(parents=True, exist_ok=True)
     weights = dict(tree_flatten(model.parameters()))
     weights["model.norm.weight"] = weights["model.norm.weight"] * SHARPNESS

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import shutil
 import subprocess
 import sys
 import zlib
@@ -173,6 +174,7 @@ def test_what_the_script_saves_is_what_the_demo_loads(
     tokenizer = train_tokenizer(texts, demo.CONFIG["vocab_size"], thinking=False)
     trained = train_demo.train(tokenizer, Chats(paragraphs, texts, seed=0), steps=3, seed=0)
     train_demo.save(trained, tokenizer, tmp_path / "data")
+    shutil.copy(demo.DATA / "chat_template.jinja", tmp_path / "data")
     monkeypatch.setattr(demo, "DATA", tmp_path / "data")
     model, _ = mlx_lm.load(str(demo.materialise(tmp_path)))
     tokens = mx.array([tokenizer.encode("Return the value of the name.").ids])
