@@ -354,6 +354,9 @@ def _facts(url: str, info: ModelInfo, figures: Mapping[str, Any], routes: Sequen
     context = f"{info.context_length:,} tokens"
     if info.context_length < info.max_context_length:
         context += f" (the model has {info.max_context_length:,})"
+    if figures["bytes_per_token"]:
+        full = info.context_length * figures["bytes_per_token"] + figures["bytes_per_checkpoint"]
+        context += f", {format_size(full)} when full"
     several = figures.get("models", ())
     model = info.id + (f", drafted for by {info.draft}" if info.draft else "")
     own = [("Model", model)] if not several else _models(several, routes)

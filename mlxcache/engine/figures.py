@@ -259,6 +259,7 @@ class Figures:
     reserved_bytes: int = 0
     pending_bytes: int = 0
     bytes_per_token: int = 0
+    bytes_per_checkpoint: int = 0
     tree_tokens: int = 0
     segments: int = 0
     checkpoints: int = 0
@@ -327,6 +328,7 @@ class FiguresOfModel:
             reserved_bytes=_reserved(kinds),
             pending_bytes=kv.disk.write_behind.pending_bytes if kv.disk else 0,
             bytes_per_token=kv.layout.bytes_per_token,
+            bytes_per_checkpoint=kv.layout.checkpoint_bytes,
             tree_tokens=tree.tokens,
             segments=tree.segments,
             checkpoints=tree.checkpoints,
@@ -411,6 +413,7 @@ def add_up(models: Sequence[Figures], memory: Memory, kinds: Mapping[str, int]) 
         ),
         reserved_bytes=_reserved(kinds),
         bytes_per_token=first.bytes_per_token,
+        bytes_per_checkpoint=first.bytes_per_checkpoint,
         disk=disk,
         mlx=Mlx.now(),
         sessions=max(one.sessions for one in models),
