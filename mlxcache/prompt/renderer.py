@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -55,7 +56,7 @@ class Renderer:
     ):
         self._template, self._traits, self._escape, self._args = template, traits, escape, args
         self._images = images
-        self._generations: LRU[str, tuple[str | None]] = LRU(_KEPT)
+        self._generations: LRU[bytes, tuple[str | None]] = LRU(_KEPT)
 
     def render(self, chat: Chat) -> Rendered:
         """Render a conversation.
@@ -125,7 +126,8 @@ class Renderer:
         return 0
 
     def _generation(self, role: str, args: Mapping[str, Any]) -> str | None:
-        key = f"{role} {json.dumps(args, sort_keys=True, default=repr)}"
+        shown = f"{role} {json.dumps(args, sort_keys=True, default=repr)}"
+        key = hashlib.blake2b(shown.encode(), digest_size=16).digest()
         known = self._generations.get(key)
         if known is None:
             known = (self._find_generation(role, args),)

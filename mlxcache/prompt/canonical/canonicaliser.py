@@ -18,12 +18,14 @@ from mlxcache.types import TEXTS, Chat, ToolCall
 LENGTHENING = ("cleared_results", "thinking")
 """Rules that can make a prompt longer than the client's text."""
 
-MOST_ORDERS = 256
-
-MOST_PLACES = 4096
+MOST_TOOLS = 64 << 10
+"""Most tools whose order is remembered, those of all requests together."""
 
 MOST_CHARACTERS = 16 << 20
-"""Most characters of call arguments, and of tool results, that are remembered."""
+"""Most characters of call arguments, of tool results, and of git statuses that are remembered."""
+
+OVERHEAD = 256
+"""Characters added to those of each call or status."""
 
 
 KnownReply = Callable[[bytes, Mapping[str, Any], Sequence[Mapping[str, Any]]], DecodedReply | None]
@@ -75,10 +77,10 @@ class Canonicaliser:
         self._on = {**RULES, **(rules or {})}
         self._on["counter"] &= not self._on["newest_counter"]
         self._known_reply = known_reply
-        self._orders: remembered.Orders = LRU(MOST_ORDERS)
-        self._calls: remembered.Calls = LRU(MOST_CHARACTERS, lambda kept: kept[1])
+        self._orders: remembered.Orders = LRU(MOST_TOOLS, len)
+        self._calls: remembered.Calls = LRU(MOST_CHARACTERS, lambda kept: kept[1] + OVERHEAD)
         self._results: remembered.Results = LRU(MOST_CHARACTERS, len)
-        self._places: moved.Places = LRU(MOST_PLACES)
+        self._places: moved.Places = LRU(MOST_CHARACTERS, lambda text: len(text) + OVERHEAD)
 
     def canonicalise(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from mlxcache.lru import LRU
@@ -14,10 +14,10 @@ from mlxcache.types import ToolCall
 Orders = LRU[bytes, tuple[bytes, ...]]
 """Orders of sets of tools: digests of the tools in order, by the same digests sorted and joined."""
 
-Calls = LRU[Hashable, tuple[Mapping[str, Any], int]]
-"""Arguments and their length in characters, by the call's id and the tool's name."""
+Calls = LRU[bytes, tuple[Mapping[str, Any], int]]
+"""Arguments and their length in characters, by a digest of the call's id and the tool's name."""
 
-Results = LRU[Hashable, str]
+Results = LRU[bytes, str]
 """Tool results, by a digest of the messages before each and the id of its call."""
 
 CLEARED = "[Old tool result content cleared]"
@@ -47,7 +47,12 @@ def remember_call(call: ToolCall, calls: Calls) -> None:
     except ValueError:
         return
     if isinstance(arguments, dict):
-        calls.put((call.id, call.name), (arguments, len(call.arguments)))
+        calls.put(_key(call.id, call.name), (arguments, len(call.arguments)))
+
+
+def _key(*parts: Any) -> bytes:
+    """Return a digest, which is short: a client may give a call an id of megabytes."""
+    return hashlib.blake2b(repr(parts).encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 def keep_arguments(draft: Draft, calls: Calls) -> bool:
@@ -73,7 +78,7 @@ def _as_known(call: Mapping[str, Any], calls: Calls) -> Mapping[str, Any]:
     if not isinstance(arguments, Mapping):
         return call
     text = json.dumps(arguments, default=repr)
-    key = (call.get("id"), function.get("name"))
+    key = _key(call.get("id"), function.get("name"))
     known, _ = calls.setdefault(key, (arguments, len(text)))
     if json.dumps(known, default=repr) == text or not equal_values(known, arguments):
         return call
@@ -101,7 +106,7 @@ def restore_results(draft: Draft, results: Results) -> bool:
     for at, message in enumerate(draft.messages):
         if message.get("role") == "tool":
             text = draft.text(at)
-            key = (history.digest, message.get("tool_call_id"))
+            key = _key(history.digest, message.get("tool_call_id"))
             if text == CLEARED:
                 known = results.get(key)
                 if known is not None:

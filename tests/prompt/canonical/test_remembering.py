@@ -1,5 +1,7 @@
 """Rules that use earlier requests: order of tools, arguments of calls, cleared results."""
 
+import tracemalloc
+
 import pytest
 
 from mlxcache.prompt.canonical.canonicaliser import Canonicaliser
@@ -40,6 +42,18 @@ def test_a_tool_that_is_sent_twice_stays_twice():
     rules.canonicalise(Chat((USER,), [tool("b"), tool("a"), tool("b")]))
     made = rules.canonicalise(Chat((USER,), [tool("a"), tool("b"), tool("b")]))
     assert order(made) == ["b", "a", "b"]
+
+
+@pytest.mark.parametrize(("id", "tools"), [("i" * 100_000, 0), ("", 1500)])
+def test_what_is_remembered_of_odd_requests_takes_little_memory(id, tools):
+    rules = Canonicaliser()
+    tracemalloc.start()
+    for i in range(100):
+        listed = [tool(f"t{i} {n}") for n in range(tools)]
+        rules.canonicalise(Chat((USER, call({}, id=f"{id}{i}"), result("r", f"{id}{i}")), listed))
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 6_000_000
 
 
 def test_a_call_that_says_something_else_is_the_client_s():
