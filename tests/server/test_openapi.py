@@ -37,8 +37,8 @@ LONGEST_S = 30.0
 
 UNSAID = re.compile(
     r"got `float`|is empty|nothing to warm|no messages|needs |is required|has no format|one format"
-    r"|not a token id|invalid grammar|not a JSON object|must equal|not a complete|no reply"
-    r"|of type .* (is|are) not|supported only where|Token ids must"
+    r"|not a token id|names token|invalid grammar|not a JSON object|must equal|not a complete"
+    r"|no reply|of type .* (is|are) not|supported only where|Token ids must"
     r"|cannot be continued|a block of this type|names '|two tools are|Expected .* `input\["
 )
 """Refusals of bodies that no schema tells from good ones: 1.0 as a whole number, a wrong grammar,

@@ -1,11 +1,14 @@
 """`mlxcache launch` with the real clients that are installed, each in a home folder of its own.
 
-They are looked for on the PATH, and before that in the npm folder that `MLXCACHE_CLIENTS` names.
+They are looked for on the PATH, and before that in the npm folder that `MLXCACHE_CLIENTS` names,
+which also has the environments of those in Python.
 Then they also renew their versions and figures in the table of docs/clients.md:
 
     npm install --prefix FOLDER node@22 @anthropic-ai/claude-code@latest opencode-ai@latest \\
         @openai/codex@latest @qwen-code/qwen-code@latest @earendil-works/pi-coding-agent@latest \\
         cline@latest @github/copilot@latest @continuedev/cli@latest
+    python3 -m venv FOLDER/aider && FOLDER/aider/bin/pip install aider-chat
+    python3 -m venv FOLDER/llm && FOLDER/llm/bin/pip install llm
     MLXCACHE_CLIENTS=FOLDER bin/test -m slow -s tests/cli/launch/test_real_clients.py
 """
 
@@ -33,7 +36,7 @@ from typing import Any
 
 import pytest
 
-from mlxcache.cli.launch.clients import CLIENTS, ClientName
+from mlxcache.cli.launch.clients import ANY_MODEL, CLIENTS, ClientName
 from mlxcache.wire.chat_bodies import request_to_chat
 from tests.conftest import ToyMaker
 from tests.scripted import Line, reply_to, scripted
@@ -118,6 +121,29 @@ AGENTS = (
 )
 
 
+@dataclass(frozen=True)
+class Talker:
+    """A client that `launch` lacks, without a shell: it reads prompts line by line, then `leave`.
+
+    A turn feeds at most `spare` tokens more than what is new.
+    """
+
+    name: str
+    words: tuple[str, ...]
+    leave: str
+    spare: int = SPARE
+
+
+_AIDER = ("--model", "openai/current-model", "--no-fancy-input", "--yes-always", "--no-analytics")
+_OFFLINE = ("--no-check-update", "--no-show-model-warnings")
+
+TALKERS = (
+    # about 230: its rules for edits, which follow the newest message, and the last reply
+    Talker("aider", (*_AIDER, *_OFFLINE), "/exit", spare=240),
+    Talker("llm", ("chat", "-m", "local", "-T", "llm_time"), "exit"),
+)
+
+
 def check_installed(name: str) -> None:
     if shutil.which(name, path=_path()) is None:
         pytest.skip(f"{name} is neither on the PATH nor in the folder {FOLDER}")
@@ -125,19 +151,22 @@ def check_installed(name: str) -> None:
 
 def _path() -> str:
     folder = os.environ.get(FOLDER)
-    own = [str(Path(folder, "node_modules", ".bin"))] if folder else []
+    bins = ("node_modules/.bin", "aider/bin", "llm/bin")
+    own = [str(Path(folder, one)) for one in bins] if folder else []
     return os.pathsep.join([*own, os.environ["PATH"]])
 
 
 def environment(folder: Path) -> dict[str, str]:
     """No settings of the user's, and an empty home folder in `folder`."""
     others = (
+        "AIDER_",
         "ANTHROPIC_",
         "CLAUDE",
         "CLINE_",
         "CODEX",
         "CONTINUE_",
         "COPILOT_",
+        "LLM_",
         "OPENAI_",
         "OPENCODE",
         "PI_",
@@ -346,15 +375,16 @@ def _drain(terminal: int) -> None:
         return
 
 
-def renew_row(name: str, done: Sequence[Mapping[str, Any]]) -> None:
+def renew_row(name: str, first: Mapping[str, Any], second: Mapping[str, Any]) -> None:
     """Write version, and tokens fed by the first request and the second turn, into the page."""
+    title = CLIENTS[ClientName(name)].title if name in set(ClientName) else name
     command = [name, "--version"]
     environ = os.environ | {"PATH": _path()}
     said = subprocess.run(command, env=environ, capture_output=True, text=True, check=True).stdout
-    (version,) = re.findall(r"\d+\.\d+\.\d+", said)[:1]
-    first, second = (f"{done[at]['fed_tokens']:,}" for at in (0, TURNS[0][1]))
-    row = rf"^\| {CLIENTS[ClientName(name)].title} \|[^|]+(\|.*?\|.*?\|)[^|]+\|[^|]+\|"
-    new = rf"| {CLIENTS[ClientName(name)].title} | {version} \g<1> {first} | {second} |"
+    (version,) = re.findall(r"\d+(?:\.\d+)+", said)[:1]
+    fed = " | ".join(f"{one['fed_tokens']:,}" for one in (first, second))
+    row = rf"^\| {title} \|[^|]+(\|.*?\|.*?\|)[^|]+\|[^|]+\|"
+    new = rf"| {title} | {version} \g<1> {fed} |"
     page, count = re.subn(row, new, PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
     assert count == 1
     PAGE.write_text(page, encoding="utf-8")
@@ -380,7 +410,45 @@ def test_each_turn_of_a_task_feeds_what_is_new_in_it(
     for before, now in pairwise(done):
         check_turn(before, now)
     if FOLDER in os.environ and agent is FIRST[agent.name]:
-        renew_row(agent.name, done)
+        renew_row(agent.name, done[0], done[TURNS[0][1]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("talker", TALKERS, ids=lambda one: one.name)
+def test_each_turn_of_a_talk_feeds_what_is_new_in_it(
+    talker: Talker, toy: ToyMaker, tmp_path: Path
+) -> None:
+    """The turns of the task that need no shell, with the settings of docs/clients.md."""
+    check_installed(talker.name)
+    says = {prompt: reply for prompt, requests, reply in TURNS if requests == 1}
+    lines = [(re.escape(prompt), reply) for prompt, reply in says.items()]
+    flags = ("--model", str(toy("llama", **MODEL)), "--ram", "1GB")
+    with scripted(lines, *flags, "--cache-dir", str(tmp_path / "cache"), home=tmp_path) as server:
+        v1 = f"{server.url}/v1"
+        model = {"model_id": "local", "model_name": ANY_MODEL, "api_base": v1}
+        told = json.dumps([model | {"supports_tools": True}])  # YAML too
+        (tmp_path / "extra-openai-models.yaml").write_text(told, encoding="utf-8")
+        own = {"OPENAI_API_BASE": v1, "OPENAI_API_KEY": "local", "LLM_USER_PATH": str(tmp_path)}
+        said = subprocess.run(
+            [shutil.which(talker.name, path=_path()) or "", *talker.words],
+            env=environment(tmp_path) | own,
+            cwd=_make_project(tmp_path / "project"),
+            input="\n".join([*says, talker.leave, ""]),
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            check=True,
+        ).stdout
+        done = Api(server).http.get("/v1/requests").json()["data"][::-1]
+    rows = (f"{one['client']}: {one['fed_tokens']} of {one['prompt_tokens']}" for one in done)
+    print("", *rows, sep="\n")
+    assert all(reply in said for reply in says.values())
+    assert len(done) == len(says)
+    assert len({one["session"] for one in done}) == 1
+    for before, now in pairwise(done):
+        check_turn(before, now, talker.spare)
+    if FOLDER in os.environ:
+        renew_row(talker.name, done[0], done[1])
 
 
 @pytest.mark.slow
