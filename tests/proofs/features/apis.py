@@ -470,5 +470,9 @@ def chat_logprobs(tokens: Iterable[Json]) -> list[tuple[str, float, list[float]]
 
 
 def text_logprobs(found: Json) -> list[tuple[str, float, list[float]]]:
+    """What of each token is said; the first of a prompt has no log-probability, here 0."""
     lists = (found["tokens"], found["token_logprobs"], found["top_logprobs"])
-    return [(a, b, sorted(c.values(), reverse=True)) for a, b, c in zip(*lists, strict=True)]
+    return [
+        (a, b or 0.0, sorted((c or {}).values(), reverse=True))
+        for a, b, c in zip(*lists, strict=True)
+    ]

@@ -161,7 +161,7 @@ FEATURES: Mapping[str, tuple[float, tuple[ApiName, ...], Draw]] = {
 }  # fmt: skip
 """How often each feature is drawn, by which APIs it is sent, and its values."""
 
-APART = (("n", "cancel"), ("ids", "odd"), ("echo", "logprobs"), ("call", "continued"))
+APART = (("n", "cancel"), ("ids", "odd"), ("call", "continued"))
 """Features that exclude each other: the second is dropped."""
 
 

@@ -407,6 +407,9 @@ class Play:
 
     def _check_warm(self, talk: list[Entry], wishes: Features, record: Json) -> None:
         cached, prompt = record["cached_tokens"], record["prompt_tokens"]
+        if _scores_prompt(wishes):
+            assert cached == 0, record
+            return
         for known in self.known:
             length = len(known.talk)
             if list(known.talk) != talk[:length] or known.key != self._key(wishes):
@@ -491,7 +494,8 @@ class Play:
             marked = any(marker in said.text for marker in MARKERS)
             if self.conversation.api == "chat" and not changed and not marked:
                 known = replace(known, reply=entry, kept=warm.generated)
-        if warm.complete and (talk[-1].kind == "user" or not self.pair.thinks):
+        told = talk[-1].kind == "user" or not self.pair.thinks
+        if warm.complete and told and not _scores_prompt(step.features):
             # else the template drops thoughts from what it rendered as soon as a user goes on
             self.known.append(known)
         if self._branch == len(self.branches):
@@ -528,6 +532,11 @@ class Play:
             counts.events["calls"] += len(said.calls)
             counts.events["thinking"] += bool(said.thinking)
         counts.events["left"] += warm.status == 200 and not warm.complete
+
+
+def _scores_prompt(features: Features) -> bool:
+    """Return whether the prompt's log-probabilities are asked for: it is fed, and not kept."""
+    return {"echo", "logprobs"} <= features.keys()
 
 
 class Beside(threading.Thread):
