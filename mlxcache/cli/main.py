@@ -191,11 +191,11 @@ def warn_of_unknown_variables() -> None:
     # Here and not above: what reads the settings takes a third of the time of --version.
     from rich.text import Text  # noqa: PLC0415
 
-    from mlxcache.cli.options import SERVICE, URL_VARIABLE  # noqa: PLC0415
+    from mlxcache.cli.options import FRONT, SERVICE, URL_VARIABLE  # noqa: PLC0415
     from mlxcache.cli.output import console  # noqa: PLC0415
     from mlxcache.config import unknown_variables  # noqa: PLC0415
 
-    for name, like in unknown_variables(os.environ, (URL_VARIABLE, SERVICE)):
+    for name, like in unknown_variables(os.environ, (URL_VARIABLE, SERVICE, FRONT)):
         advice = f"; did you mean {like}?" if like else ""
         text = f"{name} is ignored: no setting has that name{advice}"
         console(stderr=True).print(Text.assemble(("Warning: ", "bold yellow"), text))

@@ -35,6 +35,9 @@ URL_VARIABLE = "MLXCACHE_URL"
 SERVICE = "MLXCACHE_SERVICE"
 """Variable that examples/service/mlxcache.plist sets."""
 
+FRONT = "MLXCACHE_FRONT_PROCESS"
+"""Variable with the id of the process that started mlx.launch; see `ranks.watch_launcher`."""
+
 TARGET = "mlxcache.target"
 """Key in the context's `meta` of a target that the options of a group chose."""
 

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import psutil
 
+from mlxcache.cli.options import FRONT
 from mlxcache.config import Settings
 from mlxcache.errors import ConfigError
 
@@ -41,9 +42,6 @@ RANK = "MLX_RANK"
 
 FIRST_PORT, LAST_PORT = 32323, 60000
 """First and last port over which ranks exchange tensors; the first is mlx.launch's default."""
-
-FRONT = "MLXCACHE_FRONT_PROCESS"
-"""Variable with the id of the process that started mlx.launch; see `watch_launcher`."""
 
 LOCAL = "127.0.0.1"
 """The address for which mlx.launch starts a process without ssh."""
