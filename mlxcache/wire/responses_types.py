@@ -110,8 +110,6 @@ ITEMS: Mapping[str, type[Item]] = {
     TRIGGER: CompactionTrigger,
 }
 
-_REFERENCE = frozenset({"type", "id"})
-
 IGNORED_ITEMS = frozenset({"web_search_call", "image_generation_call"})
 """Types of items to ignore: calls of tools on OpenAI's servers, in a history from there."""
 
