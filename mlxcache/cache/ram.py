@@ -377,6 +377,8 @@ class RamTier:
         The latest `WHOLE_LINEAGES` that start at position 0 stay, so that requests can continue
         them. All do with memory to spare.
         """
+        for lineage in [x for x in self.idle.values() if self.tree.live_range(x) is None]:
+            self.shrink(lineage, force=False)  # not done yet where an error came between
         self._bound_buffers(evict=evict)
         self._drop_spare_rows(self.spares)
         if self.spares():
@@ -418,8 +420,8 @@ class RamTier:
         held = self.tree.live_range(lineage)
         before = lineage.nbytes
         if held is None:
-            self.idle.pop(id(lineage), None)
             lineage.release()
+            self.idle.pop(id(lineage), None)
         elif force and self.layout.specs and held[1] - held[0] < lineage.capacity:
             if not self.has_passing((held[1] - held[0]) * self.layout.widest):
                 return 0

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from mlxcache.model import kv
+from mlxcache.model.lineage import Lineage
 from mlxcache.types import token_ids
 from tests.conftest import ToyMaker
 from tests.scheduled import Bench, prompt
@@ -101,3 +102,19 @@ def test_windows_slide_where_memory_is_short(toy: ToyMaker, rng: np.random.Gener
     assert layout.bytes_per_token + layout.window_bytes > 1.2 * bench.kv.budget.used / len(ids)
     assert layout.checkpoint_bytes == window * layout.window_bytes
     bench.check()
+
+
+def test_a_lineage_whose_release_failed_goes_with_the_next(
+    bench: Bench, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(lineage: Lineage) -> None:
+        raise MemoryError
+
+    bench.ask(prompt(rng, 300))
+    with monkeypatch.context() as patch:
+        patch.setattr(Lineage, "release", fail)
+        with pytest.raises(MemoryError):
+            bench.kv.clear()
+    bench.check()
+    bench.ask(prompt(rng, 50))
+    assert {id(value) for value in bench.kv.tree.values()} == set(bench.kv.ram.idle)
