@@ -181,6 +181,7 @@ class Placement:
             if capacity is not None:
                 with self.charged(lineage, capacity):
                     lineage.grow(capacity)
+                self._ram.widen_rows(lineage)
                 return True
         return False
 

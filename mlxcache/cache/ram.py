@@ -364,6 +364,13 @@ class RamTier:
             lineage.slide()
             self.budget.release("kv", held - lineage.nbytes)
 
+    def widen_rows(self, lineage: Lineage) -> None:
+        """Make room in the windows of an idle lineage that has grown, or drop their rows."""
+        if lineage.rows:
+            self.keep_rows(lineage)
+            if not lineage.rows:
+                lineage.rest()
+
     def drop_rows(self, lineage: Lineage) -> None:
         """Drop the rows of an idle lineage's windows; checkpoints stay."""
         if lineage.rows:
