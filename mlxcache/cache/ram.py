@@ -243,6 +243,8 @@ class RamTier:
                 continue
             if evict == "wait" and self._write_behind.wait_for_one():
                 continue
+            if self._thin_in_use(short):
+                continue
             if evict not in UNLOADING or own > 0 or not self.shared.unload(size):
                 return False
         return True
@@ -261,8 +263,8 @@ class RamTier:
     def evict_once(self, needed: int, worth: float = CHECKPOINT_WORTH) -> bool:
         """Evict checkpoints on the path to the leaf node with the lowest worth, or its last tokens.
 
-        `needed`: bytes to free; fewer may be freed. If a request or a pending write uses every leaf
-        node, checkpoints on their paths are dropped; returns False if none is left to drop.
+        `needed`: bytes to free; fewer may be freed. Returns False if a request or a pending write
+        uses every leaf node.
 
         With opaque slots, checkpoints on the path to the node are dropped first (see `Trail`), up
         to `needed` bytes, unless the conversation has continued on another branch, which uses them.
@@ -271,7 +273,7 @@ class RamTier:
         """
         leaf = self.tree.least_leaf()
         if leaf is None:
-            return self._thin_in_use(needed) > 0
+            return False
         if self.layout.opaque and not leaf.usage.replaced and self._thin(leaf, needed, worth):
             return True
         length = leaf.end - leaf.start

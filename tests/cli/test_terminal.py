@@ -41,6 +41,7 @@ def commands(group: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], An
 
 COMMANDS = commands(load_all())
 INFO = ModelInfo("demo", 100, 100, 1, "llama", False, True)
+FIGURES = {"ram": {"limit_bytes": 100}, "bytes_per_token": 0, "bytes_per_checkpoint": 0}
 
 
 @pytest.mark.parametrize("path", [path for path in COMMANDS if path[0] not in QUIET], ids=" ".join)
@@ -126,7 +127,7 @@ def test_remedies_and_notices_are_never_broken_or_boxed() -> None:
     assert max(len(line) for line in lines if remedy not in line) <= 60
     terminal = Console(file=io.StringIO(), width=60, force_terminal=True, soft_wrap=True)
     info = ModelInfo("demo", 100, 100, 1, "llama", False, True, is_demo=True)
-    figures = {"ram": {"limit_bytes": 1}, "disk": {"used_bytes": 0, "limit_bytes": 0}}
+    figures = FIGURES | {"disk": {"used_bytes": 0, "limit_bytes": 0}}
     launch = f"{'/a' * 60}/mlxcache launch --url http://h:1"
     print_welcome(terminal, "http://h:1", info, figures, launch=launch)
     assert isinstance(terminal.file, io.StringIO)
@@ -138,7 +139,7 @@ def test_remedies_and_notices_are_never_broken_or_boxed() -> None:
 
 def welcomed(disk: dict[str, object], **more: Any) -> str:
     out = Console(file=io.StringIO(), width=200)
-    figures = {"ram": {"limit_bytes": 100}, "disk": disk, "models": more.pop("models", ())}
+    figures = FIGURES | {"disk": disk, "models": more.pop("models", ())}
     print_welcome(out, "http://x", INFO, figures, launch="launch", **more)
     assert isinstance(out.file, io.StringIO)
     return out.file.getvalue()
