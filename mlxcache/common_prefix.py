@@ -6,14 +6,18 @@ from mlxcache.types import Tokens
 
 _BLOCK = 4096
 
+_FEW = 64
+"""Tokens that are compared first: those of unrelated prompts differ early."""
+
 
 def common_length(a: Tokens, b: Tokens) -> int:
     size = min(len(a), len(b))
-    if size == 0:
-        return 0
-    differ = a[:size] != b[:size]
-    first = int(differ.argmax())
-    return first if differ[first] else size
+    for end in (min(size, _FEW), size):
+        differ = a[:end] != b[:end]
+        first = int(differ.argmax()) if end else 0
+        if end and differ[first]:
+            return first
+    return size
 
 
 def common_characters(a: str, b: str) -> int:

@@ -97,12 +97,12 @@ Keep = Annotated[
 MlxLm = Annotated[bool, typer.Option(help="Measure mlx_lm.server too.")]
 Wait = Annotated[float, option("SECONDS", "Time that a server has to start.")]
 JsonFile = Annotated[Path | None, option("FILE", "Also write all figures to FILE.", "--json")]
-TraceFile = Annotated[
-    Path | None,
+TraceFiles = Annotated[
+    list[Path] | None,
     option(
-        "FILE",
+        "FILE|FOLDER",
         "Play this trace to all servers, one after another, in place of the measurements: "
-        "a file that `mlxcache plan` takes.",
+        "what `mlxcache plan` takes.",
         "--trace",
     ),
 ]
@@ -135,7 +135,7 @@ def bench(
     mlx_lm: MlxLm = True,
     keep: Keep = False,
     wait: Wait = 300.0,
-    trace: TraceFile = None,
+    trace: TraceFiles = None,
     trace_scale: TraceScale = 1.0,
     trace_requests: TraceRequests = None,
     trace_users: TraceUsers = 4,
@@ -173,15 +173,15 @@ def bench(
 
 
 def read_replay(
-    path: Path | None, scale: float, requests: int | None, *, users: int, ram: str, disk: str
+    paths: list[Path] | None, scale: float, requests: int | None, *, users: int, ram: str, disk: str
 ) -> Replay | None:
-    if path is None:
+    if not paths:
         return None
     from mlxcache.bench.replay import Replay  # noqa: PLC0415 - imports MLX, as in `bench`
-    from mlxcache.plan.trace import read_trace  # noqa: PLC0415
+    from mlxcache.plan.trace_files import read_trace  # noqa: PLC0415
 
     try:
-        trace = read_trace(path).scaled(scale)
+        trace = read_trace(*paths).scaled(scale)
         sizes = [parse_size(text, total=0) or 0 for text in (ram, disk)]
     except MlxcacheError as error:
         raise typer.BadParameter(str(error)) from error

@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from xxhash import xxh3_128_digest
+
 from mlxcache.lru import LRU
-from mlxcache.store.leaves import SETTLED_TURNS, becomes_main, conversation_key_tokens, digest_of
+from mlxcache.store.leaves import SETTLED_TURNS, becomes_main, conversation_key_tokens
 from mlxcache.tree.node import Node
 from mlxcache.types import WARMING, Job, Tokens
 
@@ -64,11 +66,12 @@ class ConversationId:
     @classmethod
     def of(cls, ids: Tokens, hints: CacheHints) -> ConversationId:
         key = len(ids) if hints.conversation_key is None else hints.conversation_key
-        head = digest_of(ids[: hints.head]) if hints.head else b""
-        return cls(key, digest_of(ids[:key]), head)
+        head = xxh3_128_digest(ids[: hints.head].data) if hints.head else b""
+        return cls(key, xxh3_128_digest(ids[:key].data), head)
 
     def includes(self, ids: Tokens) -> bool:
-        return len(ids) >= self.key_tokens and digest_of(ids[: self.key_tokens]) == self.digest
+        key = ids[: self.key_tokens]
+        return len(key) == self.key_tokens and xxh3_128_digest(key.data) == self.digest
 
 
 @dataclass(slots=True)

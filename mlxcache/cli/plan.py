@@ -67,17 +67,18 @@ Context = Annotated[
     int | None,
     option(
         "N",
-        "Tokens to which conversations grow. Default: 100,000, or the model's own length if "
+        "Tokens to which conversations grow. Default: 160,000, or the model's own length if "
         "it is shorter. Not with --trace.",
         min=256,
     ),
 ]
-TraceFile = Annotated[
-    Path | None,
+TraceFiles = Annotated[
+    list[Path] | None,
     option(
-        "FILE",
-        "Requests to plan for: a file of `mlxcache trace`, of AIPerf's generator of agents, "
-        "or in Mooncake's form. Default: synthetic agents.",
+        "FILE|FOLDER",
+        "Requests to plan for: a file of `mlxcache trace`, of AIPerf's generator of agents, or in "
+        "Mooncake's form; or files or folders of recorded sessions of Claude Code, the option "
+        "once for each. Default: agents like those of such sessions.",
         "--trace",
     ),
 ]
@@ -116,7 +117,7 @@ def plan(
     model: Model = None,
     users: Users = None,
     context: Context = None,
-    trace: TraceFile = None,
+    trace: TraceFiles = None,
     block_tokens: BlockTokens = None,
     requests: Count = None,
     prefill_speed: PrefillSpeed = None,
@@ -143,21 +144,21 @@ def plan(
             "--model is missing: name a folder with config.json, or a Hub id, such as "
             f"`{own_command()} plan --model mlx-community/Qwen3-4B-Instruct-2507-4bit`"
         )
-    if trace is not None and context is not None:
+    if trace and context is not None:
         raise ConfigError("--context and --trace exclude each other: a trace has its lengths")
+    from mlxcache.plan.agents import CONTEXT, agents_trace  # noqa: PLC0415
     from mlxcache.plan.plan import make_plan  # noqa: PLC0415 - numpy and MLX take a while
     from mlxcache.plan.simulate import Speed, speed_of  # noqa: PLC0415
-    from mlxcache.plan.trace import (  # noqa: PLC0415
-        CONTEXT,
-        read_trace,
-        synthetic_trace,
-    )
+    from mlxcache.plan.trace_files import read_trace  # noqa: PLC0415
 
-    given = read_trace(trace, block_tokens) if trace is not None else None
+    given = None
+    if trace:
+        with count_bar("reading, in files", shown=not as_json) as step:
+            given = read_trace(*trace, block_tokens=block_tokens, progress=step)
     with count_bar("planning, in requests", shown=not as_json) as step:
         examined = _examine(settings, context)
         longest = context or min(CONTEXT, examined.info.context_length)
-        played = given or synthetic_trace(users or 1, longest)
+        played = given or agents_trace(users or 1, longest)
         if requests is not None:
             played = played.first(requests)
         server = None if url is None else find_server(url, api_key)
@@ -266,11 +267,16 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
     from mlxcache.plan.plan import FULL, NEAR  # noqa: PLC0415
 
     trace, outcome, layout = plan.trace, plan.outcome, plan.layout
-    kind = {"synthetic": "synthetic agents", "agentic": "AIPerf's form", "mooncake": "Mooncake's"}
+    kind = {
+        "agents": "made",
+        "sessions": "recorded by others",
+        "agentic": "AIPerf's form",
+        "mooncake": "Mooncake's",
+    }
     users = f", {plan.users:,} at once" if plan.users else ""
     yield (
         "Requests",
-        f"{len(trace.requests):,} of {len(trace.strands()):,} sessions{users} "
+        f"{len(trace.requests):,} of {len(trace.chains()):,} sessions{users} "
         f"({kind.get(trace.form, 'recorded')})",
     )
     if outcome.refused:

@@ -62,17 +62,20 @@ class CountedDisk:
 
     def __init__(self, layout: Layout, limit: int, pending: int, now: Callable[[], float]):
         self.written = 0
-        self.evicted = 0
         self._layout = layout
         self._limit = limit
         self._now = now
         self._run_tokens = run_tokens(layout, pending)
         self._chains = Chains(NAMESPACE)
+        self._keys: set[bytes] = set()
+        self._evicted: set[int] = set()
         self._latest = 0.0
         self._folders: set[tuple[str, int]] = set()
         self._index = sqlite3.connect(":memory:", isolation_level=None)
         self._index.execute("PRAGMA foreign_keys = ON")
         self._index.executescript(index.SCHEMA)
+        self._index.execute("PRAGMA journal_mode = OFF")
+        self._index.execute("BEGIN")  # never ends: a transaction each would take half of the time
         self._space = Space(CountedFolder(self._other_bytes), limit, 0)
 
     def close(self) -> None:
@@ -99,7 +102,10 @@ class CountedDisk:
         return (target if target - known >= MIN_GAIN else 0), shared
 
     def _find(self, ids: Tokens) -> Match:
-        return index.lookup(self._index, self._chains.of(ids))
+        return self._lookup(self._chains.of(ids))
+
+    def _lookup(self, chain: Chain) -> Match:
+        return index.lookup(self._index, chain, sorted(self._keys.intersection(chain.whole)))
 
     def _touch(self, match: Match) -> None:
         # the store's clock never stands still, so that uses are ordered
@@ -137,9 +143,10 @@ class CountedDisk:
         `match`: the part of `ids` on disk before. Returns the part on disk afterwards, which only a
         layout with opaque slots needs. Raises DiskFull if a run does not fit.
         """
-        start, gone = match.length // BLOCK * BLOCK, self.evicted
+        start = match.length // BLOCK * BLOCK
         before, whole = match.run_before(start), self._chains.of(ids)
         parent = before.id if before is not None else None
+        path = {row.id for row, _, _ in match.cover}
         while start < len(ids) and match.length < len(ids):
             stop = min(len(ids), start + self._run_tokens)
             chain = Chain(NAMESPACE, ids[:stop], whole.whole[: stop // BLOCK + 1])
@@ -153,27 +160,26 @@ class CountedDisk:
                         "UPDATE file SET parent = ? WHERE id = ?", (parent, checkpoint.id)
                     )
             start = stop
-            if self.evicted > gone:
-                gone = self.evicted
-                if self._find(ids[:start]).length < start:
-                    break  # its beginning was evicted for its end
+            if self._evicted & path:
+                break  # its beginning was evicted for its end
+            path.add(parent)
         return self._find(ids) if self._layout.opaque else match
 
     def _write_checkpoint(self, chain: Chain) -> None:
         nbytes = self._layout.checkpoint_bytes
-        match = index.lookup(self._index, chain)
+        match = self._lookup(chain)
         if match.cover:
             coming = self._space.estimate(nbytes, 0)
             rows = checkpoints_over_share(self._index, coming, self._limit)
             self._space.remove(self._index, rows)
-            match = index.lookup(self._index, chain)
+            match = self._lookup(chain) if rows else match
         position = len(chain.ids)
         previous = match.checkpoints[-1].id if match.checkpoints else None
         before = match.run_before(position)
         parent = before.id if before is not None else None
         row = self._row(CHECKPOINT, chain, position, parent, previous)
         self._save(row, file_bytes(nbytes))
-        path = index.lookup(self._index, chain)
+        path = self._lookup(chain)
         gone = surplus_checkpoints(self._index, NAMESPACE, chain.ids, path, self._limit)
         self._space.remove(self._index, gone)
 
@@ -197,12 +203,15 @@ class CountedDisk:
         size = self._space.estimate(nbytes, row.stop - row.start)
         id = index.insert(self._index, replace(row, nbytes=nbytes, disk=size))
         try:
-            self.evicted += len(self._space.make_room(self._index, size, has_row=True))
+            self._evicted = {
+                one.id for one in self._space.make_room(self._index, size, has_row=True)
+            }
         except DiskFull:
             self._index.execute("DELETE FROM file WHERE id = ?", (id,))
             raise
         self._index.execute("UPDATE file SET owner = NULL, disk = ? WHERE id = ?", (nbytes, id))
         self.written += nbytes
+        self._keys.add(row.key)
         self._folders.add((row.kind, row.digest[0]))
         return id
 

@@ -69,7 +69,7 @@ class Plan:
         if not self.speed.times or not self.trace.closed:
             return None
         busy = sum(one.busy_s for one in self.outcome.served)
-        pauses = sum(one.delay or 0.0 for one in self.outcome.order)
+        pauses = sum(one.delay for one in self.outcome.order)
         return FULL * (busy + pauses) / busy if busy else None
 
     def written_per_day(self) -> float | None:
@@ -86,7 +86,7 @@ class Plan:
                 "form": self.trace.form,
                 "block_tokens": self.trace.block_tokens,
                 "requests": len(self.trace.requests),
-                "sessions": len(self.trace.strands()),
+                "sessions": len(self.trace.chains()),
                 "users": self.users,
             },
             "machine": {

@@ -8,9 +8,8 @@ rate of one. Real batches are faster on most machines, so a plan rather overesti
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
 from statistics import quantiles
 from typing import Any
 
@@ -170,58 +169,54 @@ class Outcome:
 class _Arrivals:
     """Queue of requests by their time of arrival.
 
-    In traces whose later turns follow earlier ones, the end of a request sets the time of the next.
-    `users`: as for `Simulation.run`.
+    The end of a request may set the time of others. `users`: as for `Simulation.run`.
     """
 
     def __init__(self, trace: Trace, users: int | None):
-        self._heap: list[tuple[float, int, Iterator[Request], Request]] = []
-        self._serial = count()
-        self._later: Iterator[list[Request]] = iter(())
-        if not trace.closed:
-            for one in trace.requests:
-                self._push(one.time, iter(()), one)
-            return
-        sessions = trace.strands()
-        at_once = len(sessions) if users is None else users
-        self._later = iter(sessions[at_once:])
-        for number, turns in enumerate(sessions[:at_once]):
-            begin = turns[0].time if users is None else number * PAUSE_S
-            self._open(begin, turns)
+        self.requests = trace.requests
+        self._heap: list[tuple[float, int]] = []
+        self._chains = trace.chains()
+        self._chain = {one: number for number, chain in enumerate(self._chains) for one in chain}
+        self._left = [len(chain) for chain in self._chains]
+        self._awaited = [len(one.after) for one in self.requests]
+        self._followers: dict[int, list[int]] = {}
+        for position, one in enumerate(self.requests):
+            for before in one.after:
+                self._followers.setdefault(before, []).append(position)
+        turns = users if trace.closed else None
+        self._later = iter(() if turns is None else self._chains[turns:])
+        for number, chain in enumerate(self._chains[:turns]):
+            time = self.requests[chain[0]].time
+            self._push(time if turns is None else number * PAUSE_S, chain[0])
 
-    def _push(self, at: float, rest: Iterator[Request], one: Request) -> None:
-        heapq.heappush(self._heap, (at, next(self._serial), rest, one))
-
-    def _open(self, at: float, turns: Sequence[Request]) -> None:
-        rest = iter(turns)
-        self._push(at, rest, next(rest))
+    def _push(self, at: float, position: int) -> None:
+        heapq.heappush(self._heap, (at, position))
 
     @property
     def next_at(self) -> float:
         return self._heap[0][0] if self._heap else float("inf")
 
-    def take(self) -> tuple[float, Iterator[Request], Request]:
-        at, _, rest, one = heapq.heappop(self._heap)
-        return at, rest, one
+    def take(self) -> tuple[float, int]:
+        return heapq.heappop(self._heap)
 
-    def ended(self, at: float, rest: Iterator[Request]) -> None:
-        following = next(rest, None)
-        if following is not None:
-            self._push(at + (following.delay or 0.0), rest, following)
-        elif (turns := next(self._later, None)) is not None:
-            self._open(at + PAUSE_S, turns)
+    def ended(self, at: float, position: int) -> None:
+        for one in self._followers.get(position, ()):
+            self._awaited[one] -= 1
+            if not self._awaited[one]:
+                self._push(at + self.requests[one].delay, one)
+        chain = self._chain[position]
+        self._left[chain] -= 1
+        if not self._left[chain] and (following := next(self._later, None)) is not None:
+            self._push(at + PAUSE_S, following[0])
 
 
 @dataclass(slots=True, eq=False)
 class _Reply:
-    """A reply in progress, which needs `left_s` seconds if it is decoded alone.
-
-    `rest`: later turns of its strand.
-    """
+    """A reply in progress, which needs `left_s` seconds if it is decoded alone."""
 
     left_s: float
     running: Running
-    rest: Iterator[Request]
+    position: int
 
     def advance(self, seconds: float) -> None:
         self.left_s = max(0.0, self.left_s - seconds)
@@ -262,9 +257,8 @@ class Simulation:
     def run(self, trace: Trace, users: int | None = None) -> Outcome:
         """Play `trace` and return the outcome; call once. Blocks.
 
-        `users`: number of strands (see `Trace.strands`) that are in progress at once, in a trace
-        whose later turns follow earlier ones; None lets each strand begin at the time of its first
-        request.
+        `users`: number of chains (see `Trace.chains`) that are in progress at once, in a trace
+        whose later requests follow earlier ones; None lets each begin at its own time.
         """
         arrivals = _Arrivals(trace, users)
         began = self._now = arrivals.next_at
@@ -284,21 +278,19 @@ class Simulation:
         written = self._cache.disk.written
         return Outcome(self._served, self._order, self._refused, span_s, written)
 
-    def _start(
-        self, at: float, rest: Iterator[Request], request: Request, arrivals: _Arrivals
-    ) -> None:
+    def _start(self, at: float, position: int, arrivals: _Arrivals) -> None:
         """Compute one prompt and begin its reply, or count it as refused if it can never fit.
 
-        `rest`: the later turns of its strand. `arrivals` gets the next turn after each reply that
-        ends in the meantime.
+        `arrivals` is told of the ends of other replies in the meantime.
         """
+        request = arrivals.requests[position]
         running = self._cache.start(request)
         while running is None and self._replies:
             self._end_one(arrivals)  # it holds memory that the prompt needs
             running = self._cache.start(request)
         if running is None:
             self._refused += 1
-            arrivals.ended(self._now, rest)
+            arrivals.ended(self._now, position)
             return
         reuse, speed, generated = running.reuse, self._speed, request.reply_tokens
         busy = speed.restore_s(reuse, self._layout.bytes_per_token)
@@ -307,7 +299,7 @@ class Simulation:
         waited = self._now + speed.decode_s(1) - at
         decode = speed.decode_s(generated)
         # without speeds, requests take as long as they did where they were recorded
-        self._replies.append(_Reply(decode if speed.times else request.took, running, rest))
+        self._replies.append(_Reply(decode if speed.times else request.took, running, position))
         self._served.append(Served(at, reuse, generated, waited, busy + decode))
         self._order.append(request)
 
@@ -346,4 +338,4 @@ class Simulation:
         self._pass(self._until_end())
         self._replies.remove(first)
         self._cache.end(first.running)
-        arrivals.ended(self._now, first.rest)
+        arrivals.ended(self._now, first.position)

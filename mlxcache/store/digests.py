@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from hashlib import blake2b
 
 from mlxcache.common_prefix import common_length
@@ -11,6 +10,9 @@ from mlxcache.types import NO_TOKENS, Tokens
 BLOCK = 64
 
 DIGEST_BYTES = 16
+
+MOST_CHAINS = 8
+"""Prompts whose digests are remembered: those of the conversations that take turns."""
 
 
 def root_digest(namespace: str) -> bytes:
@@ -49,27 +51,28 @@ class Chain:
 
 
 class Chains:
-    """Factory of digest chains for one namespace. Thread-safe."""
+    """Factory of digest chains for one namespace, which remembers those of some prompts."""
 
     def __init__(self, namespace: str):
-        self._last = Chain(namespace, NO_TOKENS, [root_digest(namespace)])
-        self._lock = threading.Lock()
+        self._known: tuple[Chain, ...] = (Chain(namespace, NO_TOKENS, [root_digest(namespace)]),)
 
     def of(self, ids: Tokens) -> Chain:
-        """Return the digest chain of `ids`.
+        """Return the digest chain of `ids`. Thread-safe.
 
-        The digests of the prefix that they share with the last ids are not computed again: for
-        200,000 tokens it takes about 5 ms if they are new, and 0.1 ms if not.
+        The digests of the prefix that they share with a remembered chain are not computed again:
+        for 200,000 tokens it takes about 5 ms if they are new, and less than 1 ms if not.
         """
-        with self._lock:
-            last = self._last
-        shared = common_length(ids, last.ids) // BLOCK
+        known = self._known
+        shares = [common_length(ids, one.ids) // BLOCK for one in known]
+        shared = max(shares)
+        last = known[shares.index(shared)]
         whole = last.whole[: shared + 1]
         whole += block_digests(whole[-1], ids[shared * BLOCK :])
         chain = Chain(last.namespace, ids, whole)
-        if shared < len(ids) // BLOCK:  # a prefix of the last chain would lose digests
-            with self._lock:
-                self._last = chain
+        kept = chain if shared < len(whole) - 1 else last
+        replaced = (last,) if kept is last or shared == len(last.whole) - 1 else ()
+        others = [one for one in known if one not in replaced]
+        self._known = (kept, *others[: MOST_CHAINS - 1])
         return chain
 
 

@@ -160,9 +160,11 @@ CREATE TRIGGER IF NOT EXISTS rank_link AFTER UPDATE OF parent, previous, owner O
 END;
 CREATE TRIGGER IF NOT EXISTS rank_use AFTER UPDATE OF used ON file
 WHEN NEW.used <> OLD.used BEGIN
-  INSERT INTO changed SELECT NEW.id WHERE NEW.id NOT IN changed;
+  INSERT INTO changed SELECT NEW.id WHERE NEW.id NOT IN changed
+    AND NOT EXISTS (SELECT 1 FROM rank WHERE file = NEW.id AND NOT evictable AND NOT checkpoint);
   INSERT INTO changed SELECT NEW.parent
-    WHERE NEW.kind = 'run' AND NEW.parent IS NOT NULL AND NEW.parent NOT IN changed;
+    WHERE NEW.kind = 'run' AND NEW.parent IS NOT NULL AND NEW.parent NOT IN changed
+    AND NOT EXISTS (SELECT 1 FROM rank WHERE file = NEW.parent AND heir = NEW.id);
 END;
 CREATE TRIGGER IF NOT EXISTS rank_found AFTER INSERT ON found BEGIN
   INSERT INTO changed SELECT NEW.file WHERE NEW.file NOT IN changed;
@@ -260,16 +262,18 @@ def shapes() -> set[tuple[str, str, str | None]]:
     return found
 
 
-def lookup(connection: sqlite3.Connection, chain: Chain) -> Match:
+def lookup(
+    connection: sqlite3.Connection, chain: Chain, keys: Sequence[bytes] | None = None
+) -> Match:
     """Find the longest durable prefix of the chain's token ids, and its checkpoints.
 
     The checkpoints are those after a prefix of the token ids, also beyond the prefix that was
-    found.
+    found. `keys`: digests of the chain that may be keys of files; by default all.
     """
     raw = chain.ids.tobytes()
     checkpoints: list[Row] = []
     reaches: list[tuple[int, int, Row]] = []
-    for row, tokens in _with_keys(connection, chain.whole):
+    for row, tokens in _with_keys(connection, chain.whole if keys is None else keys):
         if row.kind == CHECKPOINT:
             if row.start <= len(chain.ids) and row.digest == chain.at(row.start):
                 checkpoints.append(row)

@@ -88,7 +88,7 @@ def test_a_wrong_trace_is_wrong_usage(tmp_path: Path) -> None:
     path.write_text('{"timestamp": 0}\n', encoding="utf-8")
     more = {"users": 1, "ram": "1GB", "disk": "1GB"}
     with pytest.raises(typer.BadParameter, match="line 1"):
-        command.read_replay(path, 1.0, None, **more)  # type: ignore[arg-type]
+        command.read_replay([path], 1.0, None, **more)  # type: ignore[arg-type]
     assert command.read_replay(None, 1.0, None, **more) is None  # type: ignore[arg-type]
 
 

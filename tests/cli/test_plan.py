@@ -26,7 +26,7 @@ def test_a_plan_for_some_users(toy: ToyMaker, tmp_path: Path) -> None:
     result = plan(toy("llama"), *arguments, "--plot", str(picture), "--json")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
-    assert found["trace"]["form"] == "synthetic"
+    assert found["trace"]["form"] == "agents"
     assert found["hit_rate"]["all"] <= found["hit_rate"]["ceiling"] < 1
     assert found["first_token_s"]["p50"] <= found["first_token_s"]["p95"]
     assert 0 < found["mlx_thread"]["busy"] <= 1

@@ -26,7 +26,8 @@ from mlxcache.model.kv import Layout
 from mlxcache.model.load import ModelSpec
 from mlxcache.plan.cache import Memory
 from mlxcache.plan.simulate import Outcome, Simulation, Speed
-from mlxcache.plan.trace import Request, Trace, read_trace
+from mlxcache.plan.trace import Request, Trace
+from mlxcache.plan.trace_files import read_trace
 from tests.proofs import models
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
@@ -113,7 +114,7 @@ def memory(found: dict[str, Any], disk: str) -> Memory:
 
 def in_turn(requests: list[Request]) -> Trace:
     """A trace of these requests one after another, as the player sends them."""
-    timed = (replace(one, time=float(at), delay=None) for at, one in enumerate(requests))
+    timed = (replace(one, time=float(at), after=()) for at, one in enumerate(requests))
     return Trace(tuple(timed), "mooncake", BLOCK)
 
 
@@ -189,7 +190,7 @@ def mooncake_lines(count: int, rng: random.Random) -> Iterator[dict[str, Any]]:
 def read(folder: Path, lines: Iterator[dict[str, Any]]) -> Trace:
     path = folder / "trace.jsonl"
     path.write_text("".join(json.dumps(one) + "\n" for one in lines), encoding="utf-8")
-    return read_trace(path, BLOCK)
+    return read_trace(path, block_tokens=BLOCK)
 
 
 @pytest.mark.parametrize("disk", [DISK, NO_DISK])

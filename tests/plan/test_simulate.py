@@ -10,10 +10,11 @@ import pytest
 from mlxcache.errors import ConfigError
 from mlxcache.model.adapters import Recurrent
 from mlxcache.model.kv import Layout
+from mlxcache.plan.agents import agents_trace
 from mlxcache.plan.cache import Memory, PlannedCache
 from mlxcache.plan.plan import draw, make_plan
 from mlxcache.plan.simulate import Simulation, Speed, speed_of
-from mlxcache.plan.trace import Ids, Request, Trace, path_of, synthetic_trace
+from mlxcache.plan.trace import Ids, Request, Trace, path_of
 
 PER_TOKEN = 1024
 LAYOUT = Layout(
@@ -136,7 +137,7 @@ def test_without_speeds_recorded_requests_take_as_long_as_they_did() -> None:
     """So that those of several sessions stay in their order."""
     ids = Ids()
     first = request(ids, ("a", 100), reply=1, session="a", took=10.0)
-    later = replace(request(ids, ("a", 100), ("b", 9)), session="a", time=12.0, delay=2.0)
+    later = replace(request(ids, ("a", 100), ("b", 9)), session="a", after=(0,), delay=2.0)
     other = replace(request(ids, ("c", 100)), session="c", time=11.0)
     trace = Trace((first, other, later), "mlxcache", 64)
     outcome = Simulation(LAYOUT, LIMITLESS, Speed(), at_once=1).run(trace)
@@ -144,7 +145,7 @@ def test_without_speeds_recorded_requests_take_as_long_as_they_did() -> None:
 
 
 def test_users_of_a_trace_take_turns() -> None:
-    trace = synthetic_trace(2, 4000, sessions=2, seed=3)
+    trace = agents_trace(2, 4000, sessions=2, seed=3)
     outcome = Simulation(LAYOUT, LIMITLESS, Speed(prefill=1000, decode=100)).run(trace, users=2)
     assert len(outcome.served) == len(trace.requests)
     by_session: dict[str | None, list[float]] = {}
@@ -154,7 +155,7 @@ def test_users_of_a_trace_take_turns() -> None:
 
 
 def test_a_plan_finds_the_capacity_near_the_ceiling() -> None:
-    trace = synthetic_trace(4, 8000, sessions=2)
+    trace = agents_trace(4, 8000, sessions=2)
     plan = make_plan(trace, LAYOUT, room(10_000), Speed(prefill=500, decode=50), users=4)
     rates = [one.hit_rate for one in plan.curve]
     assert (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import pytest
 
 from mlxcache.common_prefix import common_length
 from mlxcache.engine.trace import TracedRequest, TraceWriter
-from mlxcache.plan.trace import Trace, TraceError, read_trace
+from mlxcache.plan.trace import Trace
+from mlxcache.plan.trace_files import TraceError, read_trace
 from mlxcache.types import Tokens, token_ids
 
 
@@ -42,6 +44,101 @@ def test_a_trace_in_the_form_of_mooncake_has_whole_prompts(tmp_path: Path) -> No
     assert shared(trace, 0, 1) == 1024
 
 
+def test_a_reply_that_comes_back_in_a_later_prompt_is_reused(tmp_path: Path) -> None:
+    """The later prompt has it in blocks of its own; where it diverges, nothing is credited."""
+    row = {"output_length": 100, "timestamp": 0}
+    path = written(
+        tmp_path,
+        row | {"input_length": 150, "hash_ids": [1, 2, 3]},
+        row | {"input_length": 420, "hash_ids": [1, 2, 4, 5, 6, 7, 8]},
+        row | {"input_length": 150, "hash_ids": [1, 2, 3]},
+        row | {"input_length": 260, "hash_ids": [1, 2, 9, 10, 11]},
+    )
+    trace = read_trace(path, block_tokens=64)
+    assert [one.prompt_tokens for one in trace.requests] == [150, 420, 150, 260]
+    assert [one.reply_tokens for one in trace.requests] == [100, 100, 100, 100]
+    assert shared(trace, 0, 1) == 250
+    assert (shared(trace, 1, 2), shared(trace, 1, 3)) == (150, 128)
+
+
+def session(**more: Any) -> dict[str, Any]:
+    """A session of Claude Code: three requests, and two of a sub-agent between the last ones."""
+
+    def request(at: float, tokens: int, blocks: list[int], **other: Any) -> dict[str, Any]:
+        return {"t": at, "type": "n", "in": tokens, "out": 20, "hash_ids": blocks} | other
+
+    agent = [
+        request(0.0, 70, [40], api_time=1.0, think_time=0.0),
+        request(3.0, 140, [40, 41], api_time=1.0, think_time=2.0),
+    ]
+    return {
+        "id": "one",
+        "block_size": 64,
+        "tool_tokens": 30,
+        "system_tokens": 20,
+        "requests": [
+            request(0.0, 100, [1], api_time=2.0, think_time=0.0),
+            request(5.0, 200, [1, 2, 3], api_time=1.0, think_time=3.0),
+            {"t": 6.5, "type": "subagent", "requests": agent},
+            request(12.0, 300, [1, 2, 3, 4], api_time=1.0, think_time=6.0),
+        ],
+    } | more
+
+
+def test_a_session_waits_for_its_sub_agents(tmp_path: Path) -> None:
+    """Each request follows the one before it; the main one after a sub-agent follows that too."""
+    trace = read_trace(written(tmp_path, session()))
+    assert (trace.form, trace.block_tokens, trace.chains()) == ("sessions", 64, [[0, 1, 2, 3, 4]])
+    assert [one.after for one in trace.requests] == [(), (0,), (1,), (2,), (1, 3)]
+    assert [one.delay for one in trace.requests] == [0.0, 3.0, 0.5, 2.0, 1.5]
+    assert [one.prompt_tokens for one in trace.requests] == [100, 200, 70, 140, 300]
+    assert [one.key for one in trace.requests] == [100, 100, 70, 70, 100]
+    assert [one.head for one in trace.requests] == [50, 50, 0, 0, 50]
+    assert (shared(trace, 0, 1), shared(trace, 1, 4), shared(trace, 2, 3)) == (120, 220, 90)
+    assert shared(trace, 0, 2) == 0
+
+
+def test_sessions_come_from_several_files_and_folders(tmp_path: Path) -> None:
+    """Their names of blocks are their own, compressed or not, one a line or alone in a file."""
+    folder = tmp_path / "more"
+    folder.mkdir()
+    (folder / "a.json.gz").write_bytes(gzip.compress(json.dumps(session()).encode()))
+    (folder / "b.json").write_text(json.dumps(session(id="two"), indent=1), encoding="utf-8")
+    both = written(tmp_path, session(id="three"), session(id="four"))
+    seen: list[tuple[int, int]] = []
+    trace = read_trace(both, folder, progress=lambda *now: seen.append(now))
+    assert [len(one) for one in trace.chains()] == [5, 5, 5, 5]
+    assert [one.session for one in trace.requests[::5]] == ["three", "four", "one", "two"]
+    assert shared(trace, 0, 5) == 0
+    assert seen == [(1, 3), (2, 3), (3, 3)]
+    assert trace.scaled(0.5).requests[4].prompt_tokens == pytest.approx(150, abs=4)
+
+
+@pytest.mark.parametrize(
+    ("line", "wrong"),
+    [
+        (session(block_size=0), "line 1: block_size is 0"),
+        (session(requests=[3]), "requests 1: expected a JSON object"),
+        (session(requests=[{"t": 0, "in": 64, "out": 1, "hash_ids": []}]), "whole blocks of 64"),
+        (session(requests=[{"t": -1, "in": 1, "out": 1, "hash_ids": []}]), "t is -1"),
+        (session(requests=[{"t": 0, "requests": 7}]), "requests must be a list"),
+    ],
+)
+def test_a_wrong_session_is_named(tmp_path: Path, line: dict[str, Any], wrong: str) -> None:
+    with pytest.raises(TraceError, match=wrong):
+        read_trace(written(tmp_path, line))
+
+
+def test_other_traces_come_alone(tmp_path: Path) -> None:
+    row = {"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": [1]}
+    path, folder = written(tmp_path, row), tmp_path / "empty"
+    folder.mkdir()
+    with pytest.raises(TraceError, match="one at a time"):
+        read_trace(path, path)
+    with pytest.raises(TraceError, match="no file in it"):
+        read_trace(folder)
+
+
 def test_turns_in_the_form_of_aiperf_follow_the_reply_before(tmp_path: Path) -> None:
     """A later line has only what is new; its prompt begins with all before it."""
     row = {"session_id": "a", "output_length": 30}
@@ -51,11 +148,11 @@ def test_turns_in_the_form_of_aiperf_follow_the_reply_before(tmp_path: Path) -> 
         row | {"input_length": 40, "hash_ids": [7], "delay": 1500.0},
         row | {"session_id": "b", "input_length": 70, "hash_ids": [5, 8], "timestamp": 9.0},
     )
-    trace = read_trace(path, 64)
+    trace = read_trace(path, block_tokens=64)
     first, second, other = trace.requests
     assert (trace.form, trace.closed) == ("agentic", True)
     assert (first.prompt_tokens, second.prompt_tokens, other.prompt_tokens) == (100, 170, 70)
-    assert (first.delay, second.delay, second.key) == (None, 1.5, 100)
+    assert (first.delay, second.delay, second.key) == (0.0, 1.5, 100)
     assert (shared(trace, 0, 1), shared(trace, 0, 2)) == (130, 64)
 
 
@@ -141,7 +238,7 @@ def test_a_recorded_trace_knows_prefixes_to_the_token_where_a_turn_ended(tmp_pat
     assert shared(trace, 0, 1) == 330
     assert shared(trace, 1, 2) == shared(trace, 0, 2) == 300
     assert 360 - 64 < shared(trace, 1, 3) <= 360
-    assert [one.delay for one in trace.requests] == [None, 4.0, 4.0, None]
+    assert [one.delay for one in trace.requests] == [0.0, 4.0, 4.0, 0.0]
     assert len({one.session for one in trace.requests}) == 2
 
 

@@ -177,7 +177,7 @@ def bench(
     mlx_lm: command.MlxLm = True,
     keep: command.Keep = False,
     wait: command.Wait = 300.0,
-    trace: command.TraceFile = None,
+    trace: command.TraceFiles = None,
     trace_scale: command.TraceScale = 1.0,
     trace_requests: command.TraceRequests = None,
     trace_users: command.TraceUsers = 4,

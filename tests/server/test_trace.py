@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from mlxcache.cli.main import app
 from mlxcache.engine.trace import MOST_WAITING, Recordings
-from mlxcache.plan.trace import read_trace
+from mlxcache.plan.trace_files import read_trace
 from tests.server.api import Api
 
 WORDS = "the cat sat on the mat and looked at the dog " * 12
@@ -64,7 +64,7 @@ def test_a_recording_has_lengths_and_times_and_no_text(llama: Api, tmp_path: Pat
     cached = [u["prompt_tokens_details"]["cached_tokens"] for u in usages]
     assert [one.cached for one in trace.requests] == cached
     assert len({one.session for one in trace.requests}) == 1
-    assert [one.delay is None for one in trace.requests] == [True, False, False]
+    assert [one.after for one in trace.requests] == [(), (0,), (1,)]
     # each prompt contains the one before with its reply
     lengths = [one.tokens() for one in trace.requests]
     for before, after in zip(lengths, trace.requests[1:], strict=False):
