@@ -1,6 +1,6 @@
 """Quantiles of recorded sessions of agents: the numbers of `mlxcache.plan.agents`.
 
-    python -m tests.proofs.agent_numbers FILE|FOLDER ...
+python -m tests.proofs.agent_numbers FILE|FOLDER ...
 """
 
 from __future__ import annotations
