@@ -59,7 +59,8 @@ class Replay:
                 f"{most:,}: shorten it with --trace-scale {most / longest:.2g} or less"
             )
         simulation = Simulation(examined.layout, Memory(UNLIMITED), SPEED, at_once=1)
-        return list(simulation.run(self.trace, self.users).order)
+        order = simulation.run(self.trace, self.users).order
+        return [self.trace.requests[at] for at in order]
 
     def play(
         self,

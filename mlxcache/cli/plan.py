@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from mlxcache.cli.remote import Remote
     from mlxcache.model.examine import Examined
     from mlxcache.plan.cache import Memory
-    from mlxcache.plan.plan import Plan
+    from mlxcache.plan.plan import Plan, Waits
 
 
 BAR = 30
@@ -180,6 +180,7 @@ def plan(
             speed,
             users=users if given is not None else users or 1,
             at_once=settings.concurrency,
+            disk_sizes=given is None,
             progress=step,
         )
     if plot is not None:
@@ -253,9 +254,13 @@ def show(plan: Plan) -> None:
     columns = (("prompt tokens from", "left"), ("share", "right"), ("", "left"))
     print_table(columns, _tiers(plan))
     out.print()
-    columns = (("RAM for conversations", "right"), ("reused", "right"), ("", "left"))
-    curve = ((format_size(one.nbytes), one.hit_rate) for one in plan.curve)
+    columns = (("RAM alone", "right"), ("reused", "right"), ("", "left"))
+    curve = ((format_size(one.nbytes), one.hit_rate) for one in plan.ram.curve)
     print_table(columns, ((size, f"{share:.1%}", _bar(share)) for size, share in curve))
+    out.print()
+    beside = f"disk beside {format_size(plan.memory.ram)} RAM"
+    columns = (("of the ceiling", "right"), ("RAM alone", "right"), (beside, "right"))
+    print_table(columns[: 2 + bool(plan.disk.curve)], _sizes(plan))
     if not plan.speed.times:
         out.print(
             "\nNo times: give --prefill-speed and --decode-speed, or the --url of a server that "
@@ -264,7 +269,7 @@ def show(plan: Plan) -> None:
 
 
 def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
-    from mlxcache.plan.plan import FULL, NEAR  # noqa: PLC0415
+    from mlxcache.plan.plan import FULL  # noqa: PLC0415
 
     trace, outcome, layout = plan.trace, plan.outcome, plan.layout
     kind = {
@@ -289,18 +294,48 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "Fed", f"{fed:,} of {outcome.prompt_tokens:,} prompt tokens"
     if (recorded := plan.recorded()) is not None:
         yield "Recorded", f"{recorded:.1%} reused by the server of the trace"
-    tokens = plan.enough // max(1, layout.bytes_per_token)
-    yield f"{NEAR:.0%} of ceiling", f"with {format_size(plan.enough)} ({tokens:,} tokens) in RAM"
     if (first := plan.first_token_s()) is not None:
         median, late = map(format_duration, first)
         yield "First token", f"{median} median, {late} for the slowest 5%"
         yield "MLX thread", f"busy {outcome.busy:.0%} of {format_duration(outcome.span_s)}"
+    if (waits := plan.waits()) is not None:
+        yield "Waits", _waits_line(plan, waits)
+        yield "Of it", _parts_line(waits)
     if (most := plan.users_per_machine()) is not None:
         yield "Users", f"{most:,.1f} keep one such machine busy for {FULL:.0%} of its time"
     if plan.memory.disk:
         day = plan.written_per_day()
         text = f"{format_size(outcome.written)} written"
         yield "Disk", text if day is None else f"{text}, {format_size(round(day))} a day"
+
+
+def _waits_line(plan: Plan, waits: Waits) -> str:
+    each = "day" if plan.trace.form == "agents" else "session"
+    requests = len(plan.trace.requests) / plan.days
+    saved = 1 - waits.total / waits.uncached if waits.uncached else 0.0
+    return (
+        f"{format_duration(waits.total)} in a {each} of {requests:,.0f} requests; without a cache "
+        f"{format_duration(waits.uncached)}: {saved:.0%} saved"
+    )
+
+
+def _parts_line(waits: Waits) -> str:
+    parts = {
+        "first prompts": waits.first,
+        "new text": waits.new,
+        "evicted text": waits.again,
+        "restoring": waits.restore,
+        "replies": waits.replies,
+    }
+    return ", ".join(f"{name} {format_duration(seconds)}" for name, seconds in parts.items())
+
+
+def _sizes(plan: Plan) -> Iterator[tuple[str, ...]]:
+    from mlxcache.plan.plan import SHARES  # noqa: PLC0415
+
+    for at, share in enumerate(SHARES):
+        sizes = [each.enough[at] for each in (plan.ram, plan.disk) if each.curve]
+        yield f"{share:.0%}", *(format_size(one) if one else "more" for one in sizes)
 
 
 def _tiers(plan: Plan) -> Iterator[tuple[str, str, str]]:

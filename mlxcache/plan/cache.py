@@ -113,10 +113,9 @@ class PlannedCache:
             budget.reserve(kind, size)
         worth = Worth(layout.bytes_per_token, layout.checkpoint_bytes, growth)
         self.kv = KVCache.open(layout, budget, worth=worth, lineage=CountedLineage)
-        pending = reserved.get("pending", 0)
-        self.disk = CountedDisk(layout, memory.disk, pending, now)
+        self.disk = CountedDisk(layout, memory.disk, now)
         shared = UNLIMITED if memory.remote else 0
-        self.remote = CountedDisk(layout, shared, UNLIMITED, now)
+        self.remote = CountedDisk(layout, shared, now)
         self._layout = layout
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from mlxcache.cache.capacity import TOKEN_BYTES, file_bytes
-from mlxcache.cache.path_write import lacking_checkpoints, run_tokens
+from mlxcache.cache.path_write import RUN_TOKENS, lacking_checkpoints
 from mlxcache.cache.restore import MIN_GAIN
 from mlxcache.errors import DiskFull
 from mlxcache.model.kv import Layout
@@ -56,16 +56,15 @@ class CountedFolder(Folder):
 class CountedDisk:
     """The simulated disk tier for KV of one layout, in a folder that may take `limit` bytes.
 
-    `now()` returns the simulated time in seconds. `pending`: bytes of copies that may wait to be
-    written, which limit the length of a run. `written`: bytes; `evicted`: files.
+    Files are longer than a server's where `RUN_TOKENS` take much memory. `now()` returns the
+    simulated time in seconds. `written`: bytes.
     """
 
-    def __init__(self, layout: Layout, limit: int, pending: int, now: Callable[[], float]):
+    def __init__(self, layout: Layout, limit: int, now: Callable[[], float]):
         self.written = 0
         self._layout = layout
         self._limit = limit
         self._now = now
-        self._run_tokens = run_tokens(layout, pending)
         self._chains = Chains(NAMESPACE)
         self._keys: set[bytes] = set()
         self._evicted: set[int] = set()
@@ -148,7 +147,7 @@ class CountedDisk:
         parent = before.id if before is not None else None
         path = {row.id for row, _, _ in match.cover}
         while start < len(ids) and match.length < len(ids):
-            stop = min(len(ids), start + self._run_tokens)
+            stop = min(len(ids), start + RUN_TOKENS)
             chain = Chain(NAMESPACE, ids[:stop], whole.whole[: stop // BLOCK + 1])
             one = self._layout.bytes_per_token + TOKEN_BYTES
             row = self._row(RUN, chain, start, parent, None)

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copyreg
+import os
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from html import escape
-from math import log
+from math import exp, log
+from multiprocessing import get_context, parent_process
 from typing import Any
+
+import mlx.core as mx
 
 from mlxcache.config import format_size
 from mlxcache.errors import ConfigError
@@ -16,11 +24,17 @@ from mlxcache.plan.disk import UNLIMITED
 from mlxcache.plan.simulate import Outcome, Simulation, Speed, percentiles
 from mlxcache.plan.trace import Trace
 
-NEAR = 0.95
-"""Hit rate that the bytes of RAM in `Plan.enough` must reach, as a share of the ceiling."""
+SHARES = (0.90, 0.95, 0.99)
+"""Shares of the ceiling for which `make_plan` looks for the least RAM, and the least disk."""
 
-STEPS = 6
-"""Simulations in the search for `Plan.enough`; each halves the range of its logarithm."""
+GRID = 6
+"""Sizes of RAM, and of disk, that are simulated, by equal factors; some more come near `SHARES`."""
+
+NEAR = 1
+"""Position of the share in `SHARES` that the chart shows."""
+
+WORK = 5_000
+"""Requests, counted in each simulation, for which another process pays."""
 
 FULL = 0.8
 """Share of its time for which the MLX thread may be busy before requests wait long."""
@@ -35,13 +49,44 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True)
+class Sizes:
+    """Hit rates by bytes of RAM or of disk, ascending, and the least bytes for each of `SHARES`.
+
+    A share is None if not even the largest size reaches it.
+    """
+
+    curve: tuple[Point, ...]
+    enough: tuple[int | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """Seconds in which one user, of one day or one session, waits for the machine to compute.
+
+    `first`: for prompts that are mostly new to any cache. `new`: for new text of other prompts.
+    `again`: for text that a cache without limits would have. `restore`: for reading from disk and
+    remote. `replies`: for decoding. `uncached`: all of it without a cache.
+    """
+
+    first: float
+    new: float
+    again: float
+    restore: float
+    replies: float
+    uncached: float
+
+    @property
+    def total(self) -> float:
+        return self.first + self.new + self.again + self.restore + self.replies
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """Result of `make_plan`.
 
-    `outcome`: result of simulating the machine as it is. `ceiling`: the hit rate of a cache without
-    limits. `curve`: hit rates by bytes of RAM, ascending. `enough`: bytes of RAM with which the hit
-    rate is at least 95 % (`NEAR`) of the ceiling. `room`: bytes of the machine's RAM for
-    conversations.
+    `outcome`: result of simulating the machine as it is, `unlimited` with a cache without limits.
+    `ram`: sizes of RAM without a disk. `disk`: sizes of the disk beside this machine's RAM; empty
+    if it has none, or none was asked for. `room`: bytes of the machine's RAM for conversations.
     """
 
     trace: Trace
@@ -50,10 +95,43 @@ class Plan:
     speed: Speed
     users: int | None
     outcome: Outcome
-    ceiling: float
-    curve: tuple[Point, ...]
-    enough: int
+    unlimited: Outcome
+    ram: Sizes
+    disk: Sizes
     room: int
+
+    @property
+    def ceiling(self) -> float:
+        return self.unlimited.hit_rate
+
+    @property
+    def days(self) -> int:
+        """Days of one user in a trace that was made, else sessions."""
+        if self.trace.form == "agents":
+            return len({(one.session or "").partition("/")[0] for one in self.trace.requests})
+        return len(self.trace.chains())
+
+    def waits(self) -> Waits | None:
+        """Return what a user waits for in a day or a session, None without speeds."""
+        if not self.speed.times or not self.outcome.served:
+            return None
+        needed = dict(zip(self.unlimited.order, self.unlimited.served, strict=True))
+        speed, sums = (
+            self.speed,
+            dict.fromkeys(("first", "new", "again", "restore", "replies"), 0.0),
+        )
+        uncached = 0.0
+        for position, one in zip(self.outcome.order, self.outcome.served, strict=True):
+            reuse, perfect = one.reuse, needed[position].reuse
+            start = min(perfect.cached, reuse.prompt)
+            kind = "new" if 2 * start > reuse.prompt else "first"
+            sums[kind] += speed.prefill_s(max(start, reuse.cached), reuse.prompt)
+            sums["again"] += speed.prefill_s(reuse.cached, max(start, reuse.cached))
+            sums["restore"] += speed.restore_s(reuse, self.layout.bytes_per_token)
+            sums["replies"] += speed.decode_s(one.generated)
+            uncached += speed.prefill_s(0, reuse.prompt) + speed.decode_s(one.generated)
+        each = {name: seconds / self.days for name, seconds in sums.items()}
+        return Waits(**each, uncached=uncached / self.days)
 
     def first_token_s(self) -> tuple[float, float] | None:
         if not self.speed.times or not self.outcome.served:
@@ -69,7 +147,7 @@ class Plan:
         if not self.speed.times or not self.trace.closed:
             return None
         busy = sum(one.busy_s for one in self.outcome.served)
-        pauses = sum(one.delay for one in self.outcome.order)
+        pauses = sum(self.trace.requests[at].delay for at in self.outcome.order)
         return FULL * (busy + pauses) / busy if busy else None
 
     def written_per_day(self) -> float | None:
@@ -78,7 +156,7 @@ class Plan:
         return self.outcome.written * DAY_S / self.outcome.span_s
 
     def as_object(self) -> dict[str, Any]:
-        outcome, first = self.outcome, self.first_token_s()
+        outcome, first, waits = self.outcome, self.first_token_s(), self.waits()
         served = outcome.served
         return {
             "object": "plan",
@@ -87,6 +165,7 @@ class Plan:
                 "block_tokens": self.trace.block_tokens,
                 "requests": len(self.trace.requests),
                 "sessions": len(self.trace.chains()),
+                "days": self.days,
                 "users": self.users,
             },
             "machine": {
@@ -114,12 +193,10 @@ class Plan:
                 "ceiling": self.ceiling,
                 "recorded": self.recorded(),
             },
-            "capacity": {
-                "share_of_ceiling": NEAR,
-                "bytes": self.enough,
-                "tokens": self.enough // max(1, self.layout.bytes_per_token),
-                "curve": [asdict(one) for one in self.curve],
-            },
+            "shares_of_ceiling": SHARES,
+            "ram_sizes": asdict(self.ram),
+            "disk_sizes": asdict(self.disk),
+            "waits_s": None if waits is None else asdict(waits),
             "first_token_s": None if first is None else {"p50": first[0], "p95": first[1]},
             "mlx_thread": {
                 "busy": outcome.busy if self.speed.times else None,
@@ -143,6 +220,96 @@ class Plan:
 Progress = Callable[[int, int], None]
 
 
+@dataclass(frozen=True, slots=True)
+class _Played:
+    """What is the same in all simulations of a plan."""
+
+    trace: Trace
+    layout: Layout
+    speed: Speed
+    users: int | None
+    at_once: int
+
+
+class _Runs:
+    """Simulations of one trace on machines of several sizes, in processes of their own if it pays.
+
+    `most`: number of simulations that there may be. `progress`: as for `make_plan`.
+    """
+
+    def __init__(self, played: _Played, most: int, progress: Progress):
+        self._total = most * len(played.trace.requests)
+        self._progress = progress
+        workers = min(os.cpu_count() or 1, self._total // WORK)
+        spawn = get_context("spawn")  # a fork would share the GPU's connection
+        self._played = spawn.Array("q", 1)
+        self._executor: Executor = _Here()
+        if workers > 1:
+            bare = replace(played, layout=replace(played.layout, make=list))
+            self._executor = ProcessPoolExecutor(workers, spawn, _begin, (bare, self._played))
+        else:
+            _begin(played, self._played)
+
+    def __enter__(self) -> _Runs:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._executor.shutdown(cancel_futures=True)
+
+    def start(self, memory: Memory) -> Future[tuple[Outcome, int]]:
+        """Begin a simulation, which returns its outcome and the most bytes of RAM in use."""
+        return self._executor.submit(_simulate, memory)
+
+    def hit_rates(self, memories: Sequence[Memory]) -> list[float]:
+        return [self.result(one)[0].hit_rate for one in [self.start(one) for one in memories]]
+
+    def result(self, future: Future[tuple[Outcome, int]]) -> tuple[Outcome, int]:
+        while True:
+            self._progress(self._played[0], self._total)
+            with suppress(TimeoutError):
+                return future.result(timeout=0.2)
+
+
+class _Here(Executor):
+    """Executor that runs what it is given at once, in this thread."""
+
+    def submit(self, run: Callable[..., Any], /, *args: Any, **more: Any) -> Future[Any]:
+        future = Future[Any]()
+        future.set_result(run(*args, **more))
+        return future
+
+
+_PROCESS: dict[str, Any] = {}
+"""What the simulations of this process share: "played", and as "done[0]" the number of requests so far."""
+
+
+def _begin(played: _Played, done: Any) -> None:
+    _PROCESS.update(played=played, done=done)
+    if parent_process() is not None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # the command's own Ctrl-C ends it
+
+
+def _simulate(memory: Memory) -> tuple[Outcome, int]:
+    played, done = _PROCESS["played"], _PROCESS["done"]
+
+    def on_request(count: int) -> None:
+        with done.get_lock():
+            done[0] += 1
+
+    simulation = Simulation(
+        played.layout, memory, played.speed, at_once=played.at_once, on_request=on_request
+    )
+    return simulation.run(played.trace, played.users), simulation.high_water
+
+
+def _dtype(name: str) -> mx.Dtype:
+    found: mx.Dtype = getattr(mx, name)
+    return found
+
+
+copyreg.pickle(mx.Dtype, lambda one: (_dtype, (str(one).rpartition(".")[2],)))
+
+
 def make_plan(
     trace: Trace,
     layout: Layout,
@@ -151,61 +318,68 @@ def make_plan(
     *,
     users: int | None = None,
     at_once: int = 8,
+    disk_sizes: bool = True,
     progress: Progress = lambda done, total: None,
 ) -> Plan:
-    """Simulate the requests of `trace` on a machine, and on others with more and less RAM.
+    """Simulate the requests of `trace` on a machine, and on others with more and less RAM and disk.
 
-    `users`: as for `Simulation.run`. `progress(played, total)` is called with the number of
-    requests simulated so far, in all simulations, and with the most that there may be. Blocks for
-    seconds to minutes. Raises ConfigError if the longest prompt does not fit the memory, if the
-    trace is empty, or if KV of this layout cannot be cached.
+    `users`: as for `Simulation.run`. `disk_sizes`: whether to look for the least disk too, which
+    takes most of the time. `progress(played, total)` is called with the number of requests
+    simulated so far, in all simulations, and with the most that there may be. Blocks for seconds to
+    minutes. Raises ConfigError if the longest prompt does not fit the memory, if the trace is
+    empty, or if KV of this layout cannot be cached.
     """
-    runs = STEPS + 4
     _check(trace, layout, memory)
-    speed = replace(speed, growth=trace.growth or speed.growth)
-    done = 0
-
-    def played(one: int) -> None:
-        progress(done + one, runs * len(trace.requests))
-
-    def run(here: Memory) -> tuple[Outcome, int]:
-        nonlocal done
-        simulation = Simulation(layout, here, speed, at_once=at_once, on_request=played)
-        outcome = simulation.run(trace, users)
-        done += len(trace.requests)
-        return outcome, simulation.high_water
-
-    outcome, _ = run(memory)
-    unlimited, most = run(Memory(UNLIMITED))
-    curve = {most: unlimited.hit_rate}
-
-    def measured(nbytes: int) -> float:
-        if nbytes not in curve:
-            curve[nbytes] = run(Memory(nbytes, reserved={}))[0].hit_rate
-        return curve[nbytes]
-
-    least = min(most, _longest_bytes(trace, layout))
-    enough = _enough(measured, least, most, NEAR * unlimited.hit_rate)
-    measured(round((least * most) ** 0.5))
-    points = tuple(Point(nbytes, curve[nbytes]) for nbytes in sorted(curve))
-    room = memory.ram - sum(memory.set_aside(layout).values())
-    return Plan(
-        trace, layout, memory, speed, users, outcome, unlimited.hit_rate, points, enough, room
+    played = _Played(
+        trace, layout, replace(speed, growth=trace.growth or speed.growth), users, at_once
     )
+    disk_sizes = disk_sizes and memory.disk > 0
+    more = GRID + len(SHARES)
+    with _Runs(played, 1 + more * (1 + disk_sizes), progress) as runs:
+        here, without_limits = runs.start(memory), runs.start(Memory(UNLIMITED))
+        unlimited, most = runs.result(without_limits)
+        least = min(most, _longest_bytes(trace, layout))
+        ceiling = Point(most, unlimited.hit_rate)
+        ram = _sizes(runs, lambda nbytes: Memory(nbytes, reserved={}), least, ceiling)
+        disk = Sizes((), ())
+        if disk_sizes:
+            all_of_it = Point(most * 5 // 4, unlimited.hit_rate)
+            disk = _sizes(runs, lambda nbytes: replace(memory, disk=nbytes), least, all_of_it)
+        outcome, _ = runs.result(here)
+    room = memory.ram - sum(memory.set_aside(layout).values())
+    return Plan(trace, layout, memory, played.speed, users, outcome, unlimited, ram, disk, room)
 
 
-def _enough(measured: Callable[[int], float], least: int, most: int, wanted: float) -> int:
-    """Search for about the least bytes of RAM, up to `most`, with a hit rate of `wanted`."""
-    if measured(least) >= wanted:
-        return least
-    low, high = least, most
-    for _ in range(STEPS):
-        middle = round((low * high) ** 0.5)
-        if measured(middle) >= wanted:
-            high = middle
-        else:
-            low = middle
-    return high
+def _sizes(runs: _Runs, machine: Callable[[int], Memory], least: int, ceiling: Point) -> Sizes:
+    """Simulate machines from `least` bytes to those of the ceiling.
+
+    That is, `GRID` sizes by equal factors, of which the last has the ceiling's hit rate and is not
+    simulated, and for each of `SHARES` one where a line between two of them reaches it.
+    """
+    factor = (ceiling.nbytes / least) ** (1 / (GRID - 1))
+    sizes = sorted({round(least * factor**step) for step in range(GRID - 1)} - {ceiling.nbytes})
+    rates = dict(zip(sizes, runs.hit_rates(list(map(machine, sizes))), strict=True))
+    rates[ceiling.nbytes] = ceiling.hit_rate
+    wanted = [share * ceiling.hit_rate for share in SHARES]
+    between = {_crossing(_points(rates), share) for share in wanted} - set(rates) - {None}
+    nearer = sorted(one for one in between if one is not None)
+    rates.update(zip(nearer, runs.hit_rates(list(map(machine, nearer))), strict=True))
+    curve = _points(rates)
+    return Sizes(curve, tuple(_crossing(curve, share) for share in wanted))
+
+
+def _points(rates: Mapping[int, float]) -> tuple[Point, ...]:
+    return tuple(Point(nbytes, rates[nbytes]) for nbytes in sorted(rates))
+
+
+def _crossing(curve: Sequence[Point], wanted: float) -> int | None:
+    """Return about the least bytes with a hit rate of `wanted`, between points of the curve."""
+    above = next((at for at, one in enumerate(curve) if one.hit_rate >= wanted), None)
+    if not above:
+        return None if above is None else curve[0].nbytes
+    low, high = curve[above - 1], curve[above]
+    within = (wanted - low.hit_rate) / (high.hit_rate - low.hit_rate)
+    return round(exp(log(low.nbytes) + within * log(high.nbytes / low.nbytes)))
 
 
 def _longest_bytes(trace: Trace, layout: Layout) -> int:
@@ -259,7 +433,8 @@ _STYLE = """\
 
 
 def draw(plan: Plan) -> str:
-    sizes = [max(1, one.nbytes) for one in plan.curve] + [max(1, plan.room), plan.enough]
+    curve, near = plan.ram.curve, plan.ram.enough[NEAR]
+    sizes = [max(1, one.nbytes) for one in curve] + [max(1, plan.room)]
     least, most = min(sizes), max(*sizes, min(sizes) + 1)
 
     def x(nbytes: int) -> float:
@@ -268,8 +443,8 @@ def draw(plan: Plan) -> str:
     def y(share: float) -> float:
         return BOTTOM - (BOTTOM - TOP) * share
 
-    points = " ".join(f"{x(one.nbytes):.1f},{y(one.hit_rate):.1f}" for one in plan.curve)
-    words = "; ".join(f"{format_size(one.nbytes)}: {one.hit_rate:.0%}" for one in plan.curve)
+    points = " ".join(f"{x(one.nbytes):.1f},{y(one.hit_rate):.1f}" for one in curve)
+    words = "; ".join(f"{format_size(one.nbytes)}: {one.hit_rate:.0%}" for one in curve)
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img"'
         ' aria-labelledby="title desc" font-family="system-ui, sans-serif" font-size="13">',
@@ -296,10 +471,10 @@ def draw(plan: Plan) -> str:
     ]
     lines += [
         f'  <circle class="point" cx="{x(one.nbytes):.1f}" cy="{y(one.hit_rate):.1f}" r="3.5"/>'
-        for one in plan.curve
+        for one in curve
     ]
     for row, (nbytes, name) in enumerate(
-        ((plan.room, "this machine"), (plan.enough, f"{NEAR:.0%} of the ceiling"))
+        ((plan.room, "this machine"), (near or sizes[0], f"{SHARES[NEAR]:.0%} of the ceiling"))
     ):
         here, words_y = x(nbytes), BOTTOM + 22 + 20 * row
         side = "end" if here > (LEFT + RIGHT) / 2 else "start"

@@ -17,7 +17,7 @@ import numpy as np
 
 from mlxcache.model.kv import Layout
 from mlxcache.plan.cache import Memory, PlannedCache, Reuse, Running
-from mlxcache.plan.trace import Request, Trace
+from mlxcache.plan.trace import Trace
 
 PAUSE_S = 5.0
 """Seconds between the sessions that one user of a trace has one after another."""
@@ -138,14 +138,13 @@ class Served:
 class Outcome:
     """Result of one simulation.
 
-    `served`: what was measured for each served request, in the order in which they started.
-    `order`: the trace's request for each of them. `refused`: number of requests whose prompt could
-    not fit. `span_s`: seconds from the first arrival to the last end. `written`: bytes written to
-    disk.
+    `served`: what was measured for each served request, in the order in which they started, and
+    `order` their positions in the trace. `refused`: number of requests whose prompt could not fit.
+    `span_s`: seconds from the first arrival to the last end. `written`: bytes written to disk.
     """
 
     served: Sequence[Served]
-    order: Sequence[Request]
+    order: Sequence[int]
     refused: int
     span_s: float
     written: int
@@ -247,7 +246,7 @@ class Simulation:
         self._cache = PlannedCache(layout, memory, lambda: self._now, speed.growth)
         self._replies: list[_Reply] = []
         self._served: list[Served] = []
-        self._order: list[Request] = []
+        self._order: list[int] = []
         self._refused = 0
 
     @property
@@ -301,7 +300,7 @@ class Simulation:
         # without speeds, requests take as long as they did where they were recorded
         self._replies.append(_Reply(decode if speed.times else request.took, running, position))
         self._served.append(Served(at, reuse, generated, waited, busy + decode))
-        self._order.append(request)
+        self._order.append(position)
 
     def _feed(self, seconds: float, arrivals: _Arrivals) -> None:
         """Advance the time until the MLX thread has spent `seconds` on one prompt.

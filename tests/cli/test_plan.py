@@ -22,6 +22,7 @@ def test_a_plan_for_some_users(toy: ToyMaker, tmp_path: Path) -> None:
     """With speeds it has times; the picture and the JSON have the same figures."""
     picture = tmp_path / "plan.svg"
     arguments = ["--users", "2", "--context", "3000", "--ram", "100MB", "--disk", "50MB"]
+    arguments += ["--requests", "100"]
     arguments += ["--prefill-speed", "500", "--decode-speed", "30", "--disk-speed", "1GB"]
     result = plan(toy("llama"), *arguments, "--plot", str(picture), "--json")
     assert result.exit_code == 0, result.output
@@ -35,6 +36,9 @@ def test_a_plan_for_some_users(toy: ToyMaker, tmp_path: Path) -> None:
     shown = plan(toy("llama"), *arguments).output
     assert f"{found['hit_rate']['ceiling']:.1%}" in shown
     assert "First token" in shown
+    assert found["waits_s"]["new"] > 0
+    assert "in a day of 50 requests; without a cache" in shown
+    assert "disk beside 100 MB RAM" in shown
 
 
 def test_a_folder_with_only_the_config_is_planned_with_the_same_kv(

@@ -202,7 +202,7 @@ def test_agents_in_the_form_of_aiperf(model, layout, tmp_path, disk):
     speed = Speed(prefill=600, decode=30)
     order = Simulation(layout, Memory(1 << 60), speed, at_once=1).run(plain, users=4).order
     assert len(order) == len(trace.requests)
-    play(model, layout, tmp_path, list(order), disk)
+    play(model, layout, tmp_path, [plain.requests[at] for at in order], disk)
 
 
 @pytest.mark.parametrize("disk", [DISK, NO_DISK])
