@@ -280,7 +280,7 @@ class _Here(Executor):
 
 
 _PROCESS: dict[str, Any] = {}
-"""What the simulations of this process share: "played", and as "done[0]" the number of requests so far."""
+"""What the simulations of this process share: "played", and "done", which counts requests."""
 
 
 def _begin(played: _Played, done: Any) -> None:
