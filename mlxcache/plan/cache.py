@@ -10,7 +10,7 @@ from mlxcache.cache.checkpoints import stops
 from mlxcache.cache.kv_cache import KVCache, Lease
 from mlxcache.cache.main_conversation import CacheHints
 from mlxcache.cache.restore import MIN_UNKNOWN
-from mlxcache.model.kv import Layout
+from mlxcache.model.kv import Layout, State
 from mlxcache.model.lineage import Lineage
 from mlxcache.plan.disk import UNLIMITED, CountedDisk
 from mlxcache.plan.trace import Request
@@ -25,16 +25,45 @@ GENERATION_TOKENS = 4
 class CountedLineage(Lineage):
     """A lineage without arrays, which has the length and the bytes that a real one would have."""
 
-    __slots__ = ()
+    __slots__ = ("_begin", "_window")
 
     def __init__(self, layout: Layout, copy_bytes: int = 0):
         bare = replace(layout, make=list, linear=(), specs=(), opaque_at=(), checkpointed=())
         super().__init__(replace(bare, stateful=False), copy_bytes)
         self.caches = [None]  # a lineage without caches has been released
+        self._begin = 0
+        self._window = layout.checkpoint_bytes // max(1, layout.window_bytes)
 
     @property
     def state_bytes(self) -> int:
         return self.layout.checkpoint_bytes
+
+    # the rows of its windows are those from `_begin` on, or only the last ones
+
+    @property
+    def lacking_rows(self) -> int:
+        begin = self._begin if self.rows else self._last_window
+        return max(0, self.capacity - begin - self.rows)
+
+    @property
+    def _last_window(self) -> int:
+        return max(0, self.length - self._window)
+
+    def keep_rows(self) -> None:
+        if not self.rows:
+            self._begin = self._last_window
+        self.rows += self.lacking_rows
+
+    def rest(self) -> None:
+        self.rows = 0
+
+    slide = rest
+
+    def covers(self, position: int) -> bool:
+        return self.rows > 0 and (not self._begin or self._begin + self._window <= position)
+
+    def state_at(self, position: int) -> State:
+        return ()
 
 
 @dataclass(frozen=True, slots=True)

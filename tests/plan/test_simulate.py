@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 
 from mlxcache.errors import ConfigError
-from mlxcache.model.adapters import Recurrent
+from mlxcache.model.adapters import Recurrent, Windowed
 from mlxcache.model.kv import Layout
 from mlxcache.plan.agents import agents_trace
 from mlxcache.plan.cache import Memory, PlannedCache
@@ -111,6 +111,20 @@ def test_a_model_with_states_continues_from_checkpoints() -> None:
         reused.append(running.reuse.cached)
         cache.end(running)
     assert reused == [0, 500]
+
+
+def test_rows_of_windows_are_kept_where_memory_is_to_spare() -> None:
+    """A model with windows goes on from any token then, as with full attention."""
+    window = Windowed("RotatingKVCache")
+    layout = replace(
+        LAYOUT, checkpoint_bytes=128_000, window_bytes=2000, checkpointed=(window,), opaque_at=(1,)
+    )
+    ids = Ids()
+    first = request(ids, ("head", 500), ("a", 150), ("b", 150), reply=20, key=800, head=500)
+    edited = request(ids, ("head", 500), ("a", 150), ("c", 100), key=750, head=500)
+    for ram, reused in ((LIMITLESS, 650), (room(2800), 500)):
+        served = Simulation(layout, ram, Speed(), at_once=1).run(trace_of(first, edited)).served
+        assert [one.reuse.cached for one in served] == [0, reused]
 
 
 def test_first_tokens_wait_for_the_thread() -> None:
