@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import threading
 import time
@@ -24,6 +25,7 @@ from mlxcache.config import parse_size
 from mlxcache.model.examine import examine
 from mlxcache.model.kv import Layout
 from mlxcache.model.load import ModelSpec
+from mlxcache.plan.agents import agents_trace
 from mlxcache.plan.cache import Memory
 from mlxcache.plan.simulate import Outcome, Simulation, Speed
 from mlxcache.plan.trace import Request, Trace
@@ -36,6 +38,7 @@ POINTS = 0.02
 BLOCK = 16
 RAM, DISK = "24MB", "24MB"
 NO_DISK = "off"
+SESSIONS = os.environ.get("PLAN_SESSIONS", "").split()
 
 
 class IdsPlayer:
@@ -65,8 +68,10 @@ class IdsPlayer:
             url = f"{self._url}/v1/completions"
             answer = httpx.post(url, json=body, headers=headers, timeout=300).json()
             text = answer["choices"][0]["text"]
-            for id in one.ids[one.prompt_parts :].tolist():
-                self._said[id] = self._tokenizer.encode(text, add_special_tokens=False).ids
+            said = self._tokenizer.encode(text, add_special_tokens=False).ids
+            parts = slice(one.prompt_parts, None)
+            for id, count in zip(one.ids[parts].tolist(), one.lengths[parts].tolist(), strict=True):
+                self._said[id], said = said[:count], said[count:]
 
     def _tokens(self, id: int, count: int) -> list[int]:
         said = self._said.get(id)
@@ -146,6 +151,15 @@ def play(model: Path, layout: Layout, folder: Path, order: list[Request], disk: 
     assert planned == pytest.approx(real, abs=POINTS)
 
 
+def in_turns(layout: Layout, trace: Trace, users: int) -> list[Request]:
+    """Requests in the order in which so many users would send them, as plain completions."""
+    # a plain completion has no messages, and so no conversation key
+    plain = replace(trace, requests=tuple(replace(one, key=None) for one in trace.requests))
+    speed = Speed(prefill=600, decode=30)
+    order = Simulation(layout, Memory(1 << 60), speed, at_once=1).run(plain, users=users).order
+    return [plain.requests[at] for at in order]
+
+
 def agentic_lines(sessions: int, rng: random.Random) -> Iterator[dict[str, Any]]:
     """Lines in AIPerf's form: a global layer, one of a group, and one of the session."""
     new = iter(range(10_000, 1_000_000))
@@ -197,12 +211,24 @@ def read(folder: Path, lines: Iterator[dict[str, Any]]) -> Trace:
 def test_agents_in_the_form_of_aiperf(model, layout, tmp_path, disk):
     """Four users whose sessions grow and share layers, more than RAM and disk hold."""
     trace = read(tmp_path, agentic_lines(16, random.Random(1)))
-    # a plain completion has no messages, and so no conversation key
-    plain = replace(trace, requests=tuple(replace(one, key=None) for one in trace.requests))
-    speed = Speed(prefill=600, decode=30)
-    order = Simulation(layout, Memory(1 << 60), speed, at_once=1).run(plain, users=4).order
+    order = in_turns(layout, trace, 4)
     assert len(order) == len(trace.requests)
-    play(model, layout, tmp_path, [plain.requests[at] for at in order], disk)
+    play(model, layout, tmp_path, order, disk)
+
+
+@pytest.mark.parametrize("disk", [DISK, NO_DISK])
+def test_agents_like_real_ones(model, layout, tmp_path, disk):
+    """Sessions that grow, change earlier messages and are compacted."""
+    trace = agents_trace(4, 2000, sessions=1, seed=1)
+    play(model, layout, tmp_path, in_turns(layout, trace, 4)[:150], disk)
+
+
+@pytest.mark.parametrize("disk", [DISK, NO_DISK])
+@pytest.mark.skipif(not SESSIONS, reason="PLAN_SESSIONS names no files of recorded sessions")
+def test_recorded_sessions_scaled_down(model, layout, tmp_path, disk):
+    """Sessions of another server, one of 64 of their tokens."""
+    trace = read_trace(*map(Path, SESSIONS)).scaled(1 / 64)
+    play(model, layout, tmp_path, in_turns(layout, trace, 2), disk)
 
 
 @pytest.mark.parametrize("disk", [DISK, NO_DISK])

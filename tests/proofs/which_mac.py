@@ -159,7 +159,7 @@ MODELS = (
         },
     ),
     Model(
-        "GLM-4.7-Flash (MLA)", 17.0, 3.6, 4 * 47 * 20 * 544,
+        "GLM-4.7-Flash (MLA)", 17.0, 3.6, 4 * 47 * 20 * 256,
         {
             "model_type": "glm4_moe_lite", "hidden_size": 2048, "num_hidden_layers": 47,
             "intermediate_size": 10240, "moe_intermediate_size": 1536, "num_attention_heads": 20,
