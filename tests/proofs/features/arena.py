@@ -41,6 +41,9 @@ MODELS: Mapping[str, Model] = {
     "qwen3_5+thinking": Model("qwen3_5", thinks=True),
     "mamba2": Model("mamba2", settings={"prefill_chunk": 64}),
     "gpt_oss": Model("gpt_oss", settings={"speculate": "auto"}),
+    "gemma4": Model("gemma4", settings={"prefill_chunk": 64, "speculate": "auto"}),
+    "cohere2": Model("cohere2", settings={"prefill_chunk": 64}),
+    "olmo3": Model("olmo3"),
     "llama": Model("llama", settings={"speculate": "auto"}),
     "qwen3_5": Model("qwen3_5", settings={"speculate": "auto"}),
 }

@@ -158,6 +158,7 @@ FEATURES: Mapping[str, tuple[float, tuple[ApiName, ...], Draw]] = {
     "cancel": (0.12, _ALL, lambda rng: (rng.choice((0, 1, 1, 2, 4, 8)), rng.random() < 0.6)),
     "restart": (0.05, _ALL, lambda rng: True),
     "beside": (0.1, _ALL, lambda rng: rng.randrange(99)),
+    "thin": (0.2, _ALL, lambda rng: (rng.random() < 0.5, rng.randrange(99))),
 }  # fmt: skip
 """How often each feature is drawn, by which APIs it is sent, and its values."""
 

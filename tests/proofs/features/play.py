@@ -6,7 +6,9 @@ import json
 import random
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -55,6 +57,7 @@ OWN |= {
     "stream",
     "restart",
     "beside",
+    "thin",
     "logprobs",
     "previous",
     "cancel",
@@ -271,12 +274,13 @@ class Play:
         if beside is not None:
             beside.start()
         pair.warm.host.settle()
-        if "cancel" in features:
-            cold, warm = self._cancel(body, wishes)
-        else:
-            cold = self._cold(body)
-            sent = self._continuing(talk, body) if "previous" in features else body
-            warm = pair.warm.ask(self.api, sent, stream="stream" in features)
+        with self._thinning(features):
+            if "cancel" in features:
+                cold, warm = self._cancel(body, wishes)
+            else:
+                cold = self._cold(body)
+                sent = self._continuing(talk, body) if "previous" in features else body
+                warm = pair.warm.ask(self.api, sent, stream="stream" in features)
         if beside is not None:
             beside.join()
             assert beside.found == [], beside.found
@@ -291,6 +295,8 @@ class Play:
         self._compare(warm, cold, wishes, free)
         self._judge(talk, wishes, warm, cold)
         self._go_on(step, talk, warm)
+        if "thin" in features:
+            self.known.clear()
 
     def _drop_echo(self, talk: Sequence[Entry], *replies: Reply) -> None:
         """Take the prompt's text from the choices."""
@@ -331,6 +337,31 @@ class Play:
                 new = [item for entry in talk[at + 1 :] for item in entry.items]
                 return body | {"input": new, "previous_response_id": stored}
         return body
+
+    @contextmanager
+    def _thinning(self, features: Features) -> Iterator[None]:
+        """Drop KV of the server now, and if drawn while requests run, too."""
+        during, number = features.get("thin", (False, None))
+        if number is None:
+            yield
+            return
+        self.known.clear()
+        host, over = self.pair.warm.host, threading.Event()
+        host.thin(number)
+
+        def go_on() -> None:
+            for more in range(number, number + 50 * during):
+                if over.wait(0.01):
+                    return
+                host.thin(more)
+
+        with ThreadPoolExecutor(1) as pool:
+            thinner = pool.submit(go_on)
+            try:
+                yield
+            finally:
+                over.set()
+                thinner.result()
 
     def _beside(self, number: int) -> Beside:
         text = self._words(random.Random(number), 5 + number)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import random
 import signal
 import socket
 import threading
@@ -34,13 +35,15 @@ LIVE = ("queued", "prefill", "decode")
 
 class Host(Protocol):
     """A running server. `settle` waits until it has nothing left to do. `check` raises an error
-    unless what it holds is what it says. `restart` keeps its folder."""
+    unless what it holds is what it says. `restart` keeps its folder. `thin` drops KV, as pressure
+    would, by a number."""
 
     @property
     def url(self) -> str: ...
     def settle(self) -> None: ...
     def check(self) -> None: ...
     def restart(self) -> None: ...
+    def thin(self, number: int) -> None: ...
     def close(self) -> None: ...
 
 
@@ -108,6 +111,19 @@ class Inside:
         self.close()
         self._start()
 
+    def thin(self, number: int) -> None:
+        def drop(runtime: ModelRuntime) -> None:
+            rng, ram = random.Random(number), runtime.kv.ram
+            idle = [lineage for lineage in ram.idle.values() if rng.random() < 0.5]
+            for lineage in idle:
+                ram.drop_rows(lineage)
+            if rng.random() < 0.5:  # checkpoints, of requests too where nothing else is left
+                held = ram.tree.checkpoint_bytes if rng.random() < 0.5 else ram.idle_bytes
+                ram.make_room(ram.budget.free + int(rng.random() * held))
+            check_accounts(runtime.kv, runtime.scheduler.lanes)
+
+        self._call(drop)
+
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._over.set)
         self._thread.join(WAIT_S)
@@ -147,6 +163,9 @@ class Running:
 
     def restart(self) -> None:
         """Do nothing: it is not ours."""
+
+    def thin(self, number: int) -> None:
+        """Do nothing: memory cannot be reached from outside."""
 
     def close(self) -> None:
         """Do nothing."""
