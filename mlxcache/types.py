@@ -253,7 +253,7 @@ class Job:
     `WARMING`. `render_s`, `loaded_s`: seconds that rendering took, and that the request waited for
     the first load of its model. `retry`: the client marked the request as a retry. `timeout_s`:
     seconds from submission until it ends in DeadlineExceeded. `choice`: index of this reply among
-    those that one request of the client asked for. `speculate`: guesses from the conversation may
+    those that one request of the client asked for. `speculate`: guesses and drafts may
     be checked. `response`: id under which the client can retrieve the reply. `priority`: of its
     owner's waiting requests, those with a higher one start first.
     """

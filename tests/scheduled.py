@@ -17,8 +17,7 @@ from mlx.utils import tree_flatten
 
 from mlxcache.cache.disk import DiskTier
 from mlxcache.cache.kv_cache import KVCache
-from mlxcache.guess.drafts import DraftCosts, DraftRule
-from mlxcache.guess.rule import PassCosts
+from mlxcache.guess.rule import DraftCosts
 from mlxcache.model import kv
 from mlxcache.model.guidance.guide import Guide
 from mlxcache.model.load import Loaded, ModelSpec, load
@@ -103,26 +102,23 @@ class FreeDrafts(DraftCosts):
     """Costs at which every draft pays, whatever a live round takes."""
 
     def __init__(self) -> None:
-        one = PassCosts({0: [(1, 1.0), (2, 1.0)]})
-        super().__init__(one, one)
-
-    def round(self, drafts: int, cached: int) -> float:
-        return 1.0
+        super().__init__({0: [(1, 1.0), (2, 1.0)]}, {0: [(1, 1e-9), (2, 1e-9)]})
 
     def catch_up(self, tokens: int, cached: int) -> float:
         return 0.0
 
-    def observe(self, drafts: int, seconds: float, cached: int) -> float:
-        return 1.0
+    def observe(self, tokens: int, seconds: float, cached: int) -> float:
+        return self.at(cached)(tokens)
 
-    def excess(self, seconds: float, cached: int) -> float:
+    def excess(self, tokens: int, seconds: float, cached: int) -> float:
         return 0.0
 
 
-def drafting(model: Any, rule: DraftRule | None = None) -> DraftModel | None:
-    """Proposers of three tokens at a time if `model` has a draft model, as many as `rule` says."""
-    rule = rule or DraftRule(FreeDrafts())
-    return DraftModel(model, rule, 3) if isinstance(model, Pair) else None
+def drafting(model: Any, costs: DraftCosts | None = None) -> Speculation | None:
+    """Proposals of three tokens at a time if `model` has a draft model, as many as pay."""
+    costs = costs or FreeDrafts()
+    made_by = [DraftModel(model, costs, 3)] if isinstance(model, Pair) else []
+    return Speculation(costs, made_by) if made_by else None
 
 
 class Bench:

@@ -24,7 +24,7 @@ from mlxcache.errors import GenerationFailed
 from mlxcache.guess.rule import LENGTHS, PassCosts
 from mlxcache.model.load import Loaded
 from mlxcache.scheduling.short_passes import PASSES_FAR, PASSES_NEAR
-from mlxcache.scheduling.speculation import Conversations
+from mlxcache.scheduling.speculation import Speculation
 from mlxcache.types import (
     Finished,
     RequestRecord,
@@ -261,7 +261,7 @@ async def speculation(model: Path, folder: Path, scale: Scale, found: Findings) 
     """
     async with running_inside(model, folder, "auto", speculate="auto") as inside:
         guesses = inside.core.speculation
-        if not isinstance(guesses, Conversations):
+        if guesses is None:
             raise NotApplicable("this model's cache cannot be rewound: nothing is guessed")
         costs = guesses.costs
         for cached in (PASSES_NEAR, PASSES_FAR):
@@ -281,7 +281,7 @@ async def speculation(model: Path, folder: Path, scale: Scale, found: Findings) 
 
 
 async def _compare_guessed(
-    inside: Inside, guesses: Conversations, scale: Scale, found: Findings
+    inside: Inside, guesses: Speculation, scale: Scale, found: Findings
 ) -> Comparison:
     """Compare two greedy replies that use guesses with one that does not.
 

@@ -388,11 +388,6 @@ class Settings:
             raise ConfigError(
                 "--remote needs the disk, where what is fetched is kept: remove --disk off"
             )
-        if self.speculate != "off" and any(entry.draft_model for entry in self.entries):
-            raise ConfigError(
-                "--speculate auto does not go with --draft-model: remove one of them, or set "
-                "--speculate off"
-            )
         has_key = bool(self.api_key) or self.api_keys_file is not None
         if not (self.insecure or has_key or is_loopback(self.host)):
             raise ConfigError(

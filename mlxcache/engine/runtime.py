@@ -25,8 +25,7 @@ from mlxcache.engine.figures import FiguresOfModel, Totals
 from mlxcache.engine.opening import open_images, open_store, open_tier, watch_pressure
 from mlxcache.errors import BadRequest, Busy, ContextLengthExceeded, Unsupported
 from mlxcache.explain.prefix_loss import PrefixLossReporter
-from mlxcache.guess.drafts import DraftCosts, DraftRule
-from mlxcache.guess.rule import PassCosts
+from mlxcache.guess.rule import Curves, DraftCosts, PassCosts
 from mlxcache.mlx_thread import MlxThread
 from mlxcache.model import device, kv, serialise
 from mlxcache.model.guidance.grammar import Guides
@@ -64,7 +63,7 @@ from mlxcache.scheduling.parts import WHOLE
 from mlxcache.scheduling.prefill import Limits
 from mlxcache.scheduling.scheduler import Scheduler
 from mlxcache.scheduling.short_passes import measure_passes, passes_key, stored_passes
-from mlxcache.scheduling.speculation import Conversations, DraftModel, Speculation
+from mlxcache.scheduling.speculation import Conversations, DraftModel, Source, Speculation
 from mlxcache.scheduling.task import Output, Task
 from mlxcache.sessions.book import ModelSessions
 from mlxcache.sessions.files import PromptCacheReader, Submit, remove_stale
@@ -266,54 +265,52 @@ class ModelRuntime:
     def _make_speculation(
         self, on_progress: Callable[[str, float | None], None]
     ) -> Speculation | None:
-        """Make the source of guesses; measure the time of passes unless that was done before."""
-        model = self.loaded.model
-        if isinstance(model, Pair):
-            drafting = DraftCosts(
-                self._measured_passes(model.verify, "target", on_progress),
-                self._measured_passes(model.propose, "draft", on_progress),
-            )
-            log.info(
-                "drafts are verified: a pass with 1, 3 and 7 drafted tokens costs %s plain passes",
-                ", ".join(f"{drafting.round(drafts, 0):.2f}" for drafts in (1, 3, 7)),
-            )
-            return DraftModel(model, DraftRule(drafting), self.settings.num_draft_tokens)
-        if self.settings.speculate == "off":
-            return None
-        if not self.layout.rewinds:
+        """Make what proposes tokens; measure the time of passes unless that was done before."""
+        model, most = self.loaded.model, self.settings.speculate_tokens
+        sources: list[Source] = []
+        auto = self.settings.speculate != "off"
+        if not self.layout.rewinds and auto:
             log.warning(
                 "model %s: --speculate auto has no effect: its cache cannot be rewound", self.label
             )
+        if not self.layout.rewinds or not (auto or isinstance(model, Pair)):
             return None
-        costs = self._measured_passes(model, "", on_progress)
+        served = model.verify if isinstance(model, Pair) else model
+        part = "target" if isinstance(model, Pair) else ""
+        curves = self._measured_passes(served, part, on_progress)
+        costs = PassCosts(curves)
+        if auto:
+            sources.append(Conversations(most, forms=self._result_forms))
+            self._tell_costs("guesses from the conversation are on", costs)
+        if isinstance(model, Pair):
+            drafting = DraftCosts(
+                curves, self._measured_passes(model.propose, "draft", on_progress)
+            )
+            sources.append(DraftModel(model, drafting, self.settings.num_draft_tokens))
+            self._tell_costs("drafts are verified", drafting)
+        return Speculation(costs, sources)
+
+    def _tell_costs(self, what: str, costs: PassCosts) -> None:
         log.info(
-            "model %s: guesses from the conversation are on: a pass over 2, 4, 8 and 16 tokens "
-            "takes %s times as long as a pass over one (measured)",
-            self.label,
+            "model %s: %s: a pass over 2, 4, 8 and 16 tokens takes %s times as long as a pass over "
+            "one (measured)",
+            *(self.label, what),
             ", ".join(f"{costs.at(0)(tokens):.2f}" for tokens in (2, 4, 8, 16)),
-        )
-        return Conversations(
-            costs,
-            self.settings.speculate_tokens,
-            redo=self.layout.recurrent,
-            forms=self._result_forms,
         )
 
     def _measured_passes(
         self, model: object, part: str, on_progress: Callable[[str, float | None], None]
-    ) -> PassCosts:
-        """Return the costs of passes of `model`, measured unless that was done before."""
+    ) -> Curves:
+        """Return the seconds of passes of `model`, measured unless that was done before."""
         on_progress("measuring passes over several tokens", None)
         key, disk = None, self.kv.disk
         if disk is not None:
             key = passes_key(disk.store.namespace + part, self.layout)
         room = self._plan.budget.own_free // 2
-        return PassCosts(
-            stored_passes(
-                self.settings.cache_dir / "passes.json",
-                key,
-                lambda: measure_passes(model, self.layout, room),
-            )
+        return stored_passes(
+            self.settings.cache_dir / "passes.json",
+            key,
+            lambda: measure_passes(model, self.layout, room),
         )
 
     def _result_forms(self, task: Task) -> Mapping[str, Tokens]:
@@ -329,7 +326,7 @@ class ModelRuntime:
         A reply that repeats a file, for example, omits the line numbers of the result. Blocks while
         new results are tokenised. Any thread.
         """
-        if isinstance(self.speculation, Conversations) and isinstance(prompt, ChatPrompt):
+        if self.settings.speculate != "off" and isinstance(prompt, ChatPrompt):
             self.builders.of(owner).forms.learn(prompt.chat.messages)
 
     def _make_builder(self, context: int, replies: Replies) -> PromptBuilder:

@@ -1,15 +1,15 @@
-"""How many guessed tokens one pass should check, so that it saves the most time, and what it costs.
+"""Who proposes the tokens that a pass checks, and how many, so that a reply comes soonest.
 
-A guess of k tokens costs c(1 + k) - 1, where c(q) is the time of a pass of q tokens in passes of
-one token, and saves a pass for each of its tokens that the model draws too. How many these are is
-estimated from how long earlier guesses with a match of similar length stayed right. The costs are
-measured when a model is loaded, and corrected by live passes. All costs are in passes of one token.
+A pass over 1 + k tokens costs c(1 + k), in passes of one token, and gives 1 + a tokens, where a is
+the number of proposed tokens that the model draws too. That is estimated from how long earlier
+proposals stayed right. Costs are measured when a model is loaded, and corrected by live passes.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 from mlxcache.guess.history import NO_GUESS, Guess, History
@@ -26,8 +26,8 @@ MATCHES = (3, 4, 5, 6, 8, 11, 16, 24, 40, 64)
 PLACES = (1, 2, 3, 5, 9, 17)
 """First place, in a guess, of each group of places that are counted together."""
 
-KEPT = 0.985
-"""Factor by which older counts lose weight with each new observation of their group."""
+KEPT, KEPT_OF_DRAFTS = 0.985, 0.95
+"""Factors by which older counts lose weight with each new observation of their group."""
 
 PRIOR = 4.0
 """Weight of the expectation before anything was observed, in observations."""
@@ -35,31 +35,37 @@ PRIOR = 4.0
 _RIGHT = (0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.92, 0.95)
 """Expected share of right tokens by group of `MATCHES`, before anything was observed."""
 
+_RIGHT_OF_DRAFTS = (0.7,)
+
 
 class Survival:
     """Decayed counts of how long guesses stay right, by `Guess.matched`. Holds no text."""
 
-    def __init__(self) -> None:
-        self._tried = [[PRIOR] * len(PLACES) for _ in MATCHES]
-        self._right = [[PRIOR * share] * len(PLACES) for share in _RIGHT]
+    def __init__(self, expected: Sequence[float] = _RIGHT, kept: float = KEPT) -> None:
+        self._kept = kept
+        self._tried = [[PRIOR] * len(PLACES) for _ in expected]
+        self._right = [[PRIOR * share] * len(PLACES) for share in expected]
+
+    @classmethod
+    def of_drafts(cls) -> Survival:
+        """Counts of a model's drafts, which have no match: its acceptance by depth."""
+        return cls(_RIGHT_OF_DRAFTS, KEPT_OF_DRAFTS)
 
     def observe(self, matched: int, checked: int, right: int) -> None:
-        row = _group(MATCHES, matched)
-        tried, kept = self._tried[row], self._right[row]
+        tried, kept = self._counts(matched)
         ends = [*(start - 1 for start in PLACES[1:]), LONGEST]
         for group, (start, end) in enumerate(zip(PLACES, ends, strict=True)):
             good = max(0, min(end, right) - start + 1)
             seen = good + (start <= right + 1 <= end and right < checked)
             if seen:
-                fade = KEPT**seen
+                fade = self._kept**seen
                 tried[group] = fade * tried[group] + seen
                 kept[group] = fade * kept[group] + good
             if right < end:
                 break
 
     def chances(self, matched: int, count: int) -> list[float]:
-        row = _group(MATCHES, matched)
-        tried, kept = self._tried[row], self._right[row]
+        tried, kept = self._counts(matched)
         found, chance, group = list[float](), 1.0, 0
         for place in range(1, count + 1):
             if group + 1 < len(PLACES) and place >= PLACES[group + 1]:
@@ -68,35 +74,52 @@ class Survival:
             found.append(chance)
         return found
 
+    def _counts(self, matched: int) -> tuple[list[float], list[float]]:
+        row = min(_group(MATCHES, matched), len(self._tried) - 1)
+        return self._tried[row], self._right[row]
 
-def best_length(
-    chances: Sequence[float],
-    cost: PassCost,
-    *,
-    skip: int = 0,
-    fed: int = 0,
-    redo: bool = False,
-) -> int:
-    """Return how many tokens of a guess to check after its first `skip`; 0 if none pays.
 
-    `skip`: 1 if the guess begins with the token that the running pass draws, which is fed anyway.
-    `fed`: tokens that the pass feeds again before the newest one. `redo`: after a wrong token, all
-    tokens of the pass up to there are fed again with the next pass, as recurrent layers need it.
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a proposer can propose for the next pass, of which nothing is computed yet.
+
+    `chances`: for each token, that it and all before it are right. `cost`: of a pass by its tokens,
+    with what making its draft takes. `before`: what must be computed first, whatever is proposed.
+    `skip`: 1 if the first token is the one that the running pass draws, which is fed anyway.
+    `unseen`: how often the proposals are right is only learned by checking some.
     """
-    best, length, gained, again = 0.0, 0, 0.0, 0.0
-    before = chances[skip - 1] if skip else 1.0
-    without = cost(1 + fed)
+
+    chances: Sequence[float]
+    cost: PassCost
+    before: float = 0.0
+    skip: int = 0
+    unseen: bool = False
+
+    @property
+    def most(self) -> int:
+        return len(self.chances) - self.skip
+
+
+def best_length(offer: Offer, *, fed: int = 0, redo: bool = False) -> tuple[int, float]:
+    """Return how many tokens of an offer to check, 0 if none pays, and tokens by cost then.
+
+    `fed`: tokens that the pass feeds again before the newest one. `redo`: after a wrong token, all
+    tokens of the pass up to there are fed again with the next pass.
+    """
+    chances, cost, skip = offer.chances, offer.cost, offer.skip
+    best, length, tokens, again = 1.0 / cost(1 + fed), 0, 1.0, 0.0
+    before = chances[skip - 1] if skip and chances else 1.0
     if redo:  # the token that the running pass draws is another than the guess begins with
         again = (1.0 - before) * (cost(2 + fed) - 1.0)
     for count, chance in enumerate(chances[skip:], 1):
-        gained += chance
+        tokens += chance
         if redo:  # the guess ends right before this token
             again += (before - chance) * (cost(1 + fed + count) - 1.0)
             before = chance
-        net = gained - (cost(1 + fed + count) - without) - again
-        if net > best:
-            best, length = net, count
-    return length
+        rate = tokens / (cost(1 + fed + count) + again)
+        if rate > best:
+            best, length = rate, count
+    return length, best
 
 
 def cost_curve(points: Sequence[tuple[int, float]]) -> PassCost:
@@ -203,6 +226,24 @@ class PassCosts:
         return high - 1, high, min(1.0, max(0.0, (cached - start) / (end - start)))
 
 
+class DraftCosts(PassCosts):
+    """Costs of passes whose proposed tokens a draft model makes, one in each pass of its own."""
+
+    def __init__(self, target: Curves, draft: Curves):
+        self._draft = draft_costs = PassCosts(draft)
+        super().__init__(
+            {
+                at: [(n, seconds + (n - 1) * draft_costs.seconds(at)) for n, seconds in points]
+                for at, points in target.items()
+            }
+        )
+
+    def catch_up(self, tokens: int, cached: int) -> float:
+        """Return the cost of feeding the draft model `tokens` tokens that it has not seen."""
+        share = self._draft.seconds(cached) / self.seconds(cached)
+        return share * self._draft.at(cached)(tokens) if tokens else 0.0
+
+
 def corrected(live: float, measured: float, cost: float) -> tuple[float, float]:
     """Return a correction, adapted to a pass that took `cost` instead of `live * measured`.
 
@@ -249,59 +290,120 @@ class Purse:
         self.balance -= cost
 
 
-class ReplyGuesses:
-    """Chooses the guesses of one reply; `saved` is what they brought, in passes of one token.
+TRIES, TRIES_SHARE = 2.0, 0.004
+"""Passes of one token that may be lost to see whether a draft pays again: at first, and more for
+each token decoded."""
 
-    `survival`: how long earlier guesses stayed right, which this reply adds to. `redo`: after a
-    wrong token, the right ones before it must be fed again, as recurrent layers need it.
+
+class Tries:
+    """What drafts that are not expected to pay may still cost, for all replies of a model."""
+
+    def __init__(self) -> None:
+        self._balance = TRIES
+
+    def affords(self, cost: float) -> bool:
+        return cost - 1.0 <= self._balance
+
+    def note_token(self) -> None:
+        self._balance = min(TRIES, self._balance + TRIES_SHARE)
+
+    def note_try(self, cost: float) -> None:
+        """Account for a try; `cost` is less the number of drafted tokens that were accepted."""
+        self._balance -= max(0.0, cost - 1.0)
+
+
+class ReplyRule:
+    """Chooses, for each pass of one reply, whose tokens it checks and how many.
+
+    `saved`: what they brought, in passes of one token. `redo`: see `best_length`.
     """
 
-    def __init__(
-        self, history: History, survival: Survival, *, most: int = LONGEST, redo: bool = False
-    ):
-        self.history = history
+    def __init__(self, tries: Tries, *, redo: bool = False):
         self.saved = 0.0
         self.purse = Purse()
-        self._survival = survival
-        self._most = most
+        self._tries = tries
         self._redo = redo
-        self._watched = NO_GUESS
-        self._right = 0
+        self._trying = False
 
-    def propose(self, cost: PassCost, most: int, *, ahead: bool = False, fed: int = 0) -> list[int]:
-        """Return the tokens to check in the next pass, behind the newest one; empty if none pays.
+    def choose(self, offers: Sequence[Offer], fed: int = 0) -> tuple[int, int]:
+        """Return the index of an offer and the number of its tokens to check, 0 if none pays.
 
-        `ahead`: the newest token is not known yet, so that the guess begins with it; it is left out
-        of the result. `fed`: number of tokens that the pass feeds again before the newest one.
+        `fed`: number of tokens that the pass feeds again before the newest one.
         """
-        count = min(self._most, most)
-        if count < 1:
-            return []
-        guess = self.history.guess(LONGEST)
-        self._watch(guess)
-        tokens = guess.tokens[ahead:][:count]
-        if not tokens:
-            return []
-        chances = self._survival.chances(guess.matched, ahead + len(tokens))
-        length = best_length(chances, cost, skip=int(ahead), fed=fed, redo=self._redo)
-        while length and not self.purse.affords(self._worst(cost, length, fed)):
+        chosen, length, best = 0, 0, 0.0
+        for index, offer in enumerate(offers):
+            count, rate = best_length(offer, fed=fed, redo=self._redo)
+            if count and rate > best:
+                chosen, length, best = index, count, rate
+        tried = False
+        for index, offer in enumerate(offers):
+            affordable = self._tries.affords(offer.before + offer.cost(2 + fed))
+            if not length and offer.unseen and offer.most and affordable:
+                chosen, length, tried = index, 1, True
+        self._trying = tried or (self._trying and not length)
+        while length and not self.purse.affords(self._worst(offers[chosen], length, fed)):
             length //= 2
-        return list(tokens[:length])
+        if length:
+            self.pay(offers[chosen].before)
+        return chosen, length
 
-    def _worst(self, cost: PassCost, length: int, fed: int) -> float:
-        spent = cost(1 + fed + length)
+    def _worst(self, offer: Offer, length: int, fed: int) -> float:
+        cost = offer.cost
+        spent = offer.before + cost(1 + fed + length)
         if not self._redo:
             return spent
         return spent + max(cost(2 + fed + right) - 1.0 - right for right in range(length))
 
-    def note_pass(self, cost: float, accepted: int) -> None:
-        """Account for a pass of which `accepted` guessed tokens were right.
+    def note_pass(self, cost: float, accepted: int, *, plain: bool = False) -> None:
+        """Account for a pass of which `accepted` proposed tokens were right.
 
-        `cost` includes tokens that it fed again. For a pass without a guess it is above 1 if it did
-        so, or if its launch had to wait for the result of a guess.
+        `cost` includes tokens that it fed again. Without a proposal it is above 1 if the pass did
+        so, or if its launch had to wait for the result of one. `plain`: it did neither.
         """
         self.purse.note(cost, 1 + accepted)
         self.saved += 1 + accepted - cost
+        if plain:
+            self._trying = False
+            self._tries.note_token()
+        elif self._trying:
+            self._tries.note_try(cost - accepted)
+
+    def pay(self, cost: float) -> None:
+        """Account for time that gave no token, such as feeding a draft model."""
+        self.purse.pay(cost)
+        self.saved -= cost
+
+
+class Repeats:
+    """What a reply may repeat of its conversation, and how often that was right.
+
+    `survival`: how long earlier guesses stayed right, which this reply adds to.
+    """
+
+    def __init__(self, history: History, survival: Survival, *, most: int = LONGEST):
+        self.history = history
+        self.tokens: Sequence[int] = ()
+        self._survival = survival
+        self._most = most
+        self._watched = NO_GUESS
+        self._right = 0
+
+    def offer(self, cost: PassCost, most: int, *, ahead: bool = False) -> Offer:
+        """Offer `tokens`, at most `most`, to follow the newest one.
+
+        `ahead`: the newest token is not known yet, so that the guess begins with it; it is left out
+        of `tokens`.
+        """
+        self.tokens, count = (), min(self._most, most)
+        if count < 1:
+            return Offer((), cost)
+        guess = self.history.guess(LONGEST)
+        self._watch(guess)
+        self.tokens = guess.tokens[ahead:][:count]
+        if not self.tokens:
+            return Offer((), cost)
+        chances = self._survival.chances(guess.matched, ahead + len(self.tokens))
+        return Offer(chances, cost, skip=int(ahead))
 
     def say(self, tokens: Sequence[int]) -> None:
         for token in tokens:

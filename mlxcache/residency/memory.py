@@ -187,10 +187,11 @@ def plan_memory(
         shared.ram.make_room(limit // 8)  # for the passes that are measured
     kind, most = device.kind(), settings.prefill_chunk
     measured = cost.measure(loaded.model, layout, limit // 8, kind=kind, most=most, lineage=lineage)
-    if loaded.draft is not None:  # a pass computes the logits of each drafted token too
-        measured = measured.for_drafts(settings.num_draft_tokens)
-    elif settings.speculate == "auto" and layout.rewinds:
-        measured = measured.for_drafts(settings.speculate_tokens)
+    checked = settings.num_draft_tokens if loaded.draft is not None else 0
+    if settings.speculate == "auto" and layout.rewinds:
+        checked = max(checked, settings.speculate_tokens)
+    if checked:  # a pass computes the logits of each of these tokens too
+        measured = measured.for_drafts(checked)
 
     def refuse(what: str) -> NoReturn:
         least = _least_budget(loaded, layout, measured, settings, pooled=shared is None)

@@ -21,9 +21,10 @@ from mlxcache.model import device, rows
 from mlxcache.model.kv import eval_states
 from mlxcache.model.pair import Pair
 from mlxcache.scheduling.decoder import Decode, Decoder, Drawn
+from mlxcache.scheduling.proposer import Pass, Proposals
 from mlxcache.scheduling.speculation import Speculation
 from mlxcache.scheduling.task import Task
-from mlxcache.scheduling.verifier import Pass, Proposer, Verifier
+from mlxcache.scheduling.verifier import Verifier
 from mlxcache.scheduling.wall import Wall
 
 log = logging.getLogger("mlxcache.engine")
@@ -66,7 +67,7 @@ class Lane:
 class Lanes:
     """All lanes, and the rules for joining them into batches and splitting them.
 
-    `speculation`: makes the proposers of tokens that passes check; None if nothing is proposed.
+    `speculation`: makes the proposals of tokens that passes check; None if nothing is proposed.
     `decode`: makes the decoder of a row that nothing is guessed for.
     """
 
@@ -91,7 +92,7 @@ class Lanes:
         self.can_batch = self.layout.batchable and self.layout.cacheable
         self.can_batch = self.can_batch and not isinstance(model, Pair)
         self.speculation = speculation if self.layout.rewinds else None
-        self._proposers: dict[Task, Proposer] = {}
+        self._proposals_of: dict[Task, Proposals] = {}
 
     def __len__(self) -> int:
         return sum(len(lane.tasks) for lane in self.all)
@@ -106,40 +107,40 @@ class Lanes:
         assert task.output is not None
         lineage, row = task.held.lineage, task.output.row
         lineage.note_pass()
-        proposer, size = self._proposer(task)
+        proposals, size = self._proposals(task)
         decoder: Decoder
         try:
-            if proposer is not None:
+            if proposals is not None:
                 served = self.model.verify if isinstance(self.model, Pair) else self.model
-                decoder = Verifier(served, row, lineage, proposer)
+                decoder = Verifier(served, row, lineage, proposals)
             else:
                 decoder = self._decode(self.model, row, lineage)
             decoder.start([int(task.fed[-1])])
             lineage.advance(1)
-            if proposer is not None:
-                proposer.catch_up()
+            if proposals is not None:
+                proposals.catch_up()
         except BaseException:
-            self._proposers.pop(task, None)
+            self._proposals_of.pop(task, None)
             self.kv.budget.release("batch", size)
             raise
         self.all.append(Lane(decoder, [task], bytes=size))
         self._changed = True
 
-    def _proposer(self, task: Task) -> tuple[Proposer | None, int]:
-        """Return the proposer of a task, and the bytes reserved to undo wrong guesses.
+    def _proposals(self, task: Task) -> tuple[Proposals | None, int]:
+        """Return the proposals for a task, and the bytes reserved to undo wrong guesses.
 
         They are for two copies of a row's recurrent state, 0 for a model without such a state.
         Nothing is proposed if memory is short.
         """
-        proposer = self._proposers.get(task)
-        if proposer is None and self.speculation is not None:
-            proposer = self.speculation.begin(task)
-        redone = proposer is not None and self.layout.recurrent
+        proposals = self._proposals_of.get(task)
+        if proposals is None and self.speculation is not None:
+            proposals = self.speculation.begin(task)
+        redone = proposals is not None and self.layout.recurrent
         size = 2 * self.layout.running_bytes if redone else 0
-        if proposer is None or (size and not self.kv.ram.reserve("batch", size, evict="idle")):
+        if proposals is None or (size and not self.kv.ram.reserve("batch", size, evict="idle")):
             return None, 0
-        self._proposers[task] = proposer
-        return proposer, size
+        self._proposals_of[task] = proposals
+        return proposals, size
 
     def gather(self) -> None:
         """Join lanes of single rows of similar length, all at once: each join copies the batch."""
@@ -265,12 +266,12 @@ class Lanes:
         Nothing is proposed while rows may join a batch, if memory is short, or where the next step
         takes a checkpoint. Returns False without memory for one token.
         """
-        alone, proposer = len(self.all) == 1, decoder.proposer
+        alone, proposals = len(self.all) == 1, decoder.proposals
         if not alone:
             decoder.interrupt()
         for ended in self._settle(task, decoder):
-            proposer.note(ended)
-            task.note_pass(proposer.source, ended.checked, ended.right)
+            proposals.note(ended)
+            task.note_pass(proposals.source, ended.checked, ended.right)
         lease, lineage = task.held, task.held.lineage
         out, ready = len(task.out), decoder.ready
         after = out + max(1, len(ready))
@@ -279,7 +280,7 @@ class Lanes:
         if self.layout.opaque:  # a checkpoint takes the state that is right after its token
             most = min(most, -after % SPACING - 1)
         joining = self.can_batch and self._changed and not alone
-        count = proposer.choose(0 if joining else most, ready, decoder.feeds - 1)
+        count = proposals.choose(0 if joining else most, ready, decoder.feeds - 1)
         if count and not self.kv.extend(lease, least + count + 1):
             count = 0  # the right tokens of a guess are handed out with the pass after it
         if not self.kv.extend(lease, least):
@@ -341,7 +342,7 @@ class Lanes:
         """Bring the KV of a task's lineage up to the tokens that were handed out."""
         lane = self.find(task)
         if lane is not None and isinstance(lane.decoder, Verifier):
-            lane.decoder.proposer.catch_up()
+            lane.decoder.proposals.catch_up()
         elif lane is not None:
             self._sync(lane)
 
@@ -371,8 +372,8 @@ class Lanes:
 
     def _end_proposals(self, gone: Collection[Task]) -> None:
         for task in gone:
-            if (proposer := self._proposers.pop(task, None)) is not None:
-                task.note_saved(proposer.end())
+            if (proposals := self._proposals_of.pop(task, None)) is not None:
+                task.note_saved(proposals.end())
 
     def _narrow(self, lane: Lane, keep: list[int]) -> bool:
         """Keep only the rows with indices `keep`; False if there is no memory for their copies."""
@@ -405,9 +406,9 @@ class Lanes:
             (row,) = own.rows
             if row.processors:
                 row.set_context(mx.array(task.fed_ids()))
-            proposer, size = self._proposer(task)
-            if proposer is not None:
-                own = Verifier.resumed(own, task.held.lineage, proposer)
+            proposals, size = self._proposals(task)
+            if proposals is not None:
+                own = Verifier.resumed(own, task.held.lineage, proposals)
             lanes.append(Lane(own, [task], bytes=size))
         lane.decoder.drop()
         self.all.remove(lane)

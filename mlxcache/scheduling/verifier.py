@@ -11,142 +11,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from copy import copy
-from dataclasses import dataclass, replace
-from typing import cast
+from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
 
 from mlxcache.model import kv
-from mlxcache.model.guidance.guide import Bitmask, Guide
 from mlxcache.model.guidance.thinking import allows
 from mlxcache.model.kv import State
 from mlxcache.model.lineage import Lineage
-from mlxcache.model.sampling import Sampler, masked
-from mlxcache.scheduling.decoder import (
-    Decoder,
-    DecoderRow,
-    Drawn,
-    Pending,
-    normalised,
-    processed,
-)
-from mlxcache.types import GuessSource, Tokens
-
-
-@dataclass(slots=True)
-class Draws:
-    """State of sampler, context and guide before the next draw.
-
-    Each state has its own copy of the sampler, which every draw changes, and of the guide, which
-    every token changes. `context`: all token ids so far, shape (n,); None without processors.
-    `mask`: tokens that `guide` allows next; None if it allows all or was not asked yet.
-    """
-
-    row: DecoderRow
-    sampler: Sampler
-    context: mx.array | None
-    guide: Guide | None = None
-    mask: Bitmask | None = None
-
-    def draw(self, logits: mx.array) -> tuple[mx.array, mx.array, mx.array, Draws]:
-        """Draw a token from `logits`, shape (1, vocabulary). Exceptions are recorded in the row.
-
-        Returns the token, the log-probabilities of all tokens, whether they are finite, and the
-        state after the draw.
-        """
-        sampler = copy(self.sampler)
-        if self.context is not None:
-            logits = processed(self.row, self.context, logits)
-        self.ask()
-        if self.mask is not None:
-            logits = masked(logits, [self.mask])
-        logprobs, finite = normalised(logits)
-        try:
-            token = sampler(logprobs)
-        except Exception as error:  # noqa: BLE001 - logged as the request fails
-            self.row.fail(error)
-            token = mx.zeros(1, mx.uint32)
-        return token, logprobs, finite, Draws(self.row, sampler, self.context, self.guide)
-
-    def ask(self) -> None:
-        """Let the guide say which tokens it allows next, unless it did."""
-        if self.guide is not None and self.mask is None:
-            self.mask = self.row.allowed(self.guide)
-
-    def seen(self, token: mx.array, *, drawn: bool = True) -> Draws:
-        """Return the state with `token`, shape (1,), appended to the context."""
-        context, guide = self.context, self.guide
-        if context is not None:
-            context = mx.concatenate([context, token.astype(mx.int32)])
-        if guide is not None and drawn:
-            guide = guide.copy()
-            self.row.advance(guide, int(cast(int, token.item())))
-        return Draws(self.row, self.sampler, context, guide)
-
-    def trial(self) -> Draws:
-        return replace(self, row=self.row.trial())
-
-
-@dataclass(frozen=True, slots=True)
-class Pass:
-    """A pass over `fed` tokens that has ended; it checked `checked` of which `right` were right.
-
-    `seconds`: from when the tokens before it were known, with what making the guess took; None if
-    the model did other work meanwhile. `waited`: it was launched only when these were known, so
-    `seconds` includes the launch.
-    """
-
-    fed: int
-    seconds: float | None
-    waited: bool
-    checked: int = 0
-    right: int = 0
-
-
-class Proposer:
-    """Proposes the tokens that the passes of one reply check, and learns what was right.
-
-    Nothing is computed for a proposal before it is chosen. This one proposes nothing.
-    """
-
-    source: GuessSource
-
-    def choose(self, most: int, ready: Sequence[int], again: int) -> int:
-        """Return how many tokens, up to `most`, the next pass should check.
-
-        `ready`: the tokens drawn but not handed out, if they are known. `again`: number of tokens
-        that the pass feeds again.
-        """
-        return 0
-
-    def draft(self, count: int, newest: mx.array, state: Draws) -> tuple[mx.array, Sequence[Draws]]:
-        """Return `count` tokens that may follow `newest`, shape (count,), and states with them.
-
-        `state`: before the draw after `newest`. The states, with a trial row, are those before each
-        further draw; none if the caller is to make them.
-        """
-        raise NotImplementedError
-
-    def note(self, ended: Pass) -> None:
-        """Learn from a pass, which may have checked nothing."""
-
-    def note_fed(self, tokens: Sequence[int]) -> None:
-        """Take note of tokens that the lineage holds, but that `draft` has not seen."""
-
-    def undo(self) -> None:
-        """Forget the tokens of the last `draft`, whose pass has failed; propose no more."""
-
-    def catch_up(self) -> None:
-        """Complete what this proposer keeps in the lineage, for a commit. Does not block."""
-
-    def rewind(self, cut: int) -> None:
-        """Do what `catch_up` does, after `cut` positions were cut from the lineage."""
-
-    def end(self) -> float:
-        """End the reply, or its present computation; return the seconds saved."""
-        return 0.0
+from mlxcache.scheduling.decoder import Decoder, DecoderRow, Drawn, Pending
+from mlxcache.scheduling.proposer import Draws, Pass, Proposals
+from mlxcache.types import Tokens
 
 
 @dataclass(slots=True)
@@ -247,19 +123,19 @@ class PutBack(Cut):
 
 
 class Verifier(Decoder):
-    """Decoder of one row over the caches of `lineage`, which checks what `proposer` proposes."""
+    """Decoder of one row over the caches of `lineage`, which checks `proposals`."""
 
     def __init__(
         self,
         model: object,
         row: DecoderRow,
         lineage: Lineage,
-        proposer: Proposer,
+        proposals: Proposals,
         *,
         clock: Callable[[], float] = time.perf_counter,
     ):
         super().__init__(model, [row], lineage.caches, lambda: lineage.nbytes)
-        self.proposer = proposer
+        self.proposals = proposals
         self.proposed = 0
         self._lineage = lineage
         self._clock = clock
@@ -274,14 +150,14 @@ class Verifier(Decoder):
         self._known_at: float | None = None
 
     @classmethod
-    def resumed(cls, decoder: Decoder, lineage: Lineage, proposer: Proposer) -> Verifier:
-        own = cls(decoder.model, decoder.rows[0], lineage, proposer)
+    def resumed(cls, decoder: Decoder, lineage: Lineage, proposals: Proposals) -> Verifier:
+        own = cls(decoder.model, decoder.rows[0], lineage, proposals)
         own._take(decoder, slice(0, 1))
         return own
 
     def start(self, inputs: Sequence[int]) -> None:
         super().start(inputs)
-        self.proposer.note_fed(inputs)
+        self.proposals.note_fed(inputs)
 
     # -- between two steps -------------------------------------------------------------------------
 
@@ -332,8 +208,7 @@ class Verifier(Decoder):
             right += 1
         fed = [*flight.again, *np.asarray(flight.newest).tolist(), *guess[:right]]
         self._again = self._undo.keep(right, fed, len(guess))
-        if right == len(guess):
-            self.proposer.note_fed(guess[-1:])
+        self.proposals.note_fed(guess[:right])
         after = flight.after[right]
         row.resume(after.sampler, after.context, after.guide)
         self._accepted = [Drawn(row, tokens[i], flight.logprobs[i][0]) for i in range(right)]
@@ -365,7 +240,7 @@ class Verifier(Decoder):
         self._known_at = None
         if not checks:
             return False
-        self.proposer.undo()
+        self.proposals.undo()
         lineage = self._lineage
         lineage.truncate(lineage.length - (1 + len(flight.again) if flight is not None else 0))
         self._failed = flight
@@ -379,7 +254,7 @@ class Verifier(Decoder):
         self._lineage.note_pass()
         self._set_running(self._launch(failed.newest, failed.again, 0))
         self._running = 1 + len(failed.again)
-        self.proposer.note_fed(np.asarray(failed.newest).tolist())
+        self.proposals.note_fed(np.asarray(failed.newest).tolist())
         self._lineage.advance(self._running)
 
     def interrupt(self) -> None:
@@ -395,7 +270,7 @@ class Verifier(Decoder):
         before, running = self._lineage.length, self.in_flight
         self._flight = self.pending = None
         self._undo.rewind(ids, self._feed, running=running)
-        self.proposer.rewind(max(0, before - self._lineage.length))
+        self.proposals.rewind(max(0, before - self._lineage.length))
 
     def _feed(self, ids: Tokens) -> None:
         self.model(mx.array(ids)[None], cache=self.caches, **self.places)
@@ -409,8 +284,7 @@ class Verifier(Decoder):
             drawn = self._step_over(again, count)
         else:
             (drawn,) = super().step()
-        if not count:
-            self.proposer.note_fed([one.token for one in drawn])
+        self.proposals.note_fed([one.token for one in drawn])
         if not self._settled:
             self._note_end()
         self._waits, self._running = self._settled, 1 + len(again) + count
@@ -444,7 +318,7 @@ class Verifier(Decoder):
         states: Sequence[Draws] = ()
         if count:
             self._undo.mark()
-            guess, states = self.proposer.draft(count, newest, state)
+            guess, states = self.proposals.draft(count, newest, state)
         fed = [mx.array(list(again), mx.int32), newest.astype(mx.int32), guess.astype(mx.int32)]
         logits = self.model(mx.concatenate(fed)[None], cache=self.caches, **self.places)
         if row.guide is not None:  # the device computes them while the masks are computed

@@ -6,13 +6,10 @@ from typing import Any
 import pytest
 
 from mlxcache.config import Settings
-from mlxcache.config.models import ModelEntry
 from mlxcache.config.remote import RemoteUrl
 from mlxcache.config.rules import RULES, read_rules
 from mlxcache.config.settings import is_loopback
 from mlxcache.errors import ConfigError
-
-DRAFTED = (ModelEntry("m", draft_model="d"), ModelEntry("n"))
 
 
 def test_the_defaults_serve_the_demo_on_this_machine_only():
@@ -27,8 +24,6 @@ def test_the_defaults_serve_the_demo_on_this_machine_only():
         ({"host": "0.0.0.0"}, "--api-key KEY"),
         ({"draft_model": "small/"}, "--model"),
         ({"adapter": "lora/"}, "--model"),
-        ({"model": "m", "draft_model": "d", "speculate": "auto"}, "--draft-model"),
-        ({"model": "m", "models": DRAFTED, "speculate": "auto"}, "--speculate off"),
         ({"remote_key_file": Path("/key")}, "--remote URL"),
         ({"remote": RemoteUrl("s3", "b", ""), "disk": "off"}, "--disk off"),
         ({"ram": "lots"}, "not a size"),

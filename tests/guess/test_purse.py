@@ -14,8 +14,10 @@ from mlxcache.guess.rule import (
     LONGEST,
     PassCosts,
     Purse,
-    ReplyGuesses,
+    Repeats,
+    ReplyRule,
     Survival,
+    Tries,
     cost_curve,
 )
 
@@ -57,20 +59,21 @@ def slowest(
     scale = rng.uniform(0.001, 0.1)
     costs = PassCosts({0: [(n, scale * believed[n - 1]) for n in LENGTHS]})
     read = cost_curve([(n, believed[n - 1]) for n in LENGTHS])
-    guesses = ReplyGuesses(Anything(rng), Survival(), redo=redo)
+    guesses, rule = Repeats(Anything(rng), Survival()), ReplyRule(Tries(), redo=redo)
     costs.observe(1, scale, 0)
     spent, said, again, drawn, worst = 0.0, 0, 0, False, 9.0
     while said < TOKENS:
         if rng.random() < 0.02:
             chance = rng.random()
-        guess = guesses.propose(costs.at(0), LONGEST - again, ahead=not drawn, fed=again)
+        offer = guesses.offer(costs.at(0), LONGEST - again, ahead=not drawn)
+        guess = guesses.tokens[: rule.choose([offer], again)[1]]
         right = 0
         while right < len(guess) and rng.random() < chance:
             right += 1
         size = 1 + again + len(guess)
         took = read(size) * (off[size - 1] if size <= len(off) else off[-1])
         spent += took
-        guesses.note_pass(costs.observe(size, scale * took, 0), right)
+        rule.note_pass(costs.observe(size, scale * took, 0), right, plain=size == 1)
         said += 1 + right
         again = again + right + 1 if redo and right < len(guess) else 0
         drawn = bool(guess)

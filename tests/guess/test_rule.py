@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from mlxcache.guess.history import History
@@ -9,9 +11,13 @@ from mlxcache.guess.rule import (
     LENGTHS,
     LONGEST,
     OUTLIER,
+    Offer,
+    PassCost,
     PassCosts,
-    ReplyGuesses,
+    Repeats,
+    ReplyRule,
     Survival,
+    Tries,
     best_length,
     cost_curve,
 )
@@ -25,20 +31,24 @@ def steep(tokens: int) -> float:
     return 1.0 + 0.6 * (tokens - 1)
 
 
+def best(chances: Sequence[float], cost: PassCost, *, skip: int = 0, redo: bool = False) -> int:
+    return best_length(Offer(chances, cost, skip=skip), redo=redo)[0]
+
+
 def test_a_flat_cost_is_worth_a_long_guess_and_a_steep_one_a_short_guess() -> None:
     sure, doubtful = [0.97**n for n in range(1, 32)], [0.5**n for n in range(1, 32)]
-    assert best_length(sure, flat) == 31
-    assert best_length(doubtful, flat) > 4
-    assert best_length(doubtful, steep) == 0
-    assert 0 < best_length(sure, steep) < 20
-    assert best_length([0.0] * 31, flat) == 0
+    assert best(sure, flat) == 31
+    assert best(doubtful, flat) > 4
+    assert best(doubtful, steep) == 0
+    assert 0 < best(sure, steep) < 20
+    assert best([0.0] * 31, flat) == 0
 
 
 def test_a_token_that_is_fed_anyway_and_tokens_fed_again_make_guesses_worth_less() -> None:
     """The first token of a guess brings nothing if the running pass draws it."""
     chances = [0.8**n for n in range(1, 32)]
-    assert best_length(chances, steep, skip=1) <= best_length(chances, steep)
-    assert best_length(chances, steep, redo=True) <= best_length(chances, steep)
+    assert best(chances, steep, skip=1) <= best(chances, steep)
+    assert best(chances, steep, redo=True) <= best(chances, steep)
 
 
 def test_what_guesses_were_worth_is_learned_by_the_length_of_their_match() -> None:
@@ -97,10 +107,10 @@ def test_a_reply_learns_of_guesses_that_were_not_checked() -> None:
     survival, history = Survival(), History()
     for _ in range(60):
         survival.observe(3, 31, 0)
-    guesses = ReplyGuesses(history, survival)
+    guesses, rule = Repeats(history, survival), ReplyRule(Tries())
     said, proposed = [1, 2, 3, 4, 5, 6, 7] * 12, 0
     for token in said:
-        proposed += bool(guesses.propose(steep, LONGEST))
+        proposed += rule.choose([guesses.offer(steep, LONGEST)])[1]
         guesses.say([token])
     assert proposed
     assert survival.chances(64, 1)[0] > 0.9

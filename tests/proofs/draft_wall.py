@@ -16,8 +16,7 @@ from statistics import median
 import numpy as np
 
 from mlxcache.cache.kv_cache import KVCache
-from mlxcache.guess.drafts import DraftCosts, DraftRule
-from mlxcache.guess.rule import PassCosts
+from mlxcache.guess.rule import DraftCosts
 from mlxcache.model.pair import Pair
 from mlxcache.scheduling.short_passes import measure_passes
 from mlxcache.tree.budget import Budget
@@ -37,11 +36,10 @@ def ruled(pair: Bench) -> Bench:
     """A twin of `pair` whose drafts are chosen by the costs that this machine has now."""
     model, layout, fresh = pair.model, pair.kv.layout, pair.twin()
     assert isinstance(model, Pair)
-    target, draft = (
-        PassCosts(measure_passes(part, layout, ROOM)) for part in (model.verify, model.propose)
+    costs = DraftCosts(
+        *(measure_passes(part, layout, ROOM) for part in (model.verify, model.propose))
     )
-    rule = DraftRule(DraftCosts(target, draft))
-    fresh.use(KVCache.open(layout, Budget(1 << 30)), speculation=drafting(model, rule))
+    fresh.use(KVCache.open(layout, Budget(1 << 30)), speculation=drafting(model, costs))
     return fresh
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from mlxcache.guess.forms import reply_form
 from mlxcache.guess.history import History
-from mlxcache.guess.rule import PassCost, ReplyGuesses, Survival
+from mlxcache.guess.rule import PassCost, Repeats, ReplyRule, Survival, Tries
 from mlxcache.types import token_ids
 from tests.proofs.agent_sessions import Kind, Message, Style, Words, session
 
@@ -89,26 +89,28 @@ def play(
             continue
         said += ids[:2]
         history.follow(token_ids(said))
-        guesses = ReplyGuesses(history, survival, redo=redo)
+        guesses = Repeats(history, survival)
         measured.replies.append((len(ids) - 2, write(guesses, ids[2:], cost, measured, redo=redo)))
         said += ids[2:]
 
 
 def write(
-    guesses: ReplyGuesses, ids: Sequence[int], cost: PassCost, measured: Speed, *, redo: bool
+    guesses: Repeats, ids: Sequence[int], cost: PassCost, measured: Speed, *, redo: bool
 ) -> float:
     """Write `ids` with guesses as the decoder does; return what it costs."""
+    rule = ReplyRule(Tries(), redo=redo)
     total, at, again = 0.0, 0, 0
     drawn = False  # the token at `at`, which is fed next, is known and not only being computed
     while at < len(ids):
-        guess = guesses.propose(cost, len(ids) - at - 1, ahead=not drawn, fed=again)
+        offer = guesses.offer(cost, len(ids) - at - 1, ahead=not drawn)
+        guess = guesses.tokens[: rule.choose([offer], again)[1]]
         right = 0
         while right < len(guess) and guess[right] == ids[at + 1 + right]:
             right += 1
         spent = cost(1 + again + len(guess))
         total += spent
         measured.passes += 1
-        guesses.note_pass(spent, right)
+        rule.note_pass(spent, right, plain=not guess)
         new = at + 1 + right if guess else at  # the newest token that is known afterwards
         guesses.say(ids[at + drawn : new + 1])
         again = again + right + 1 if redo and right < len(guess) else 0

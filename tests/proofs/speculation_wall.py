@@ -131,7 +131,7 @@ def compare(plain: Bench, costs: PassCosts, shape: tuple[Kind, Style]) -> Compar
     found = Compared()
     for pair in range(PAIRS):
         forms = dict[str, Tokens]()
-        fast = speculating(plain, Conversations(costs, forms=lambda task, made=forms: made))  # type: ignore[misc]
+        fast = speculating(plain, Conversations(forms=lambda task, made=forms: made), costs=costs)  # type: ignore[misc]
         slow = plain.twin()
         for number, turn in enumerate(turns(*shape, Words())):
             forms.update(turn.forms)

@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
 from mlxcache.cache.kv_cache import KVCache
-from mlxcache.guess.drafts import DraftCosts
-from mlxcache.guess.rule import LENGTHS, Curves, PassCosts
-from mlxcache.scheduling.speculation import Conversations, HistoryProposer, Speculation
+from mlxcache.guess.rule import LENGTHS, Curves, DraftCosts, Offer, PassCosts
+from mlxcache.scheduling.proposer import Draws
+from mlxcache.scheduling.speculation import Conversations, HistoryProposer, Source, Speculation
 from mlxcache.scheduling.task import Task
 from mlxcache.tree.budget import Budget
 from tests.scheduled import Bench
@@ -30,8 +31,8 @@ def use_cheap_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
         return {at: [(n, share * s) for n, s in points] for at, points in CHEAP_CURVES.items()}
 
     monkeypatch.setattr("mlxcache.engine.runtime.measure_passes", measured)
-    monkeypatch.setattr(DraftCosts, "observe", lambda self, drafts, _, cached: 1.0)
-    monkeypatch.setattr(DraftCosts, "excess", lambda self, seconds, cached: 0.0)
+    monkeypatch.setattr(DraftCosts, "observe", lambda self, tokens, _, cached: 1.0)
+    monkeypatch.setattr(DraftCosts, "excess", lambda self, tokens, seconds, cached: 0.0)
 
 
 class Foretold(Conversations):
@@ -41,7 +42,7 @@ class Foretold(Conversations):
     """
 
     def __init__(self, truth: dict[int, Sequence[int]], *, wrong: float = 0.5, seed: int = 1):
-        super().__init__(CHEAP)
+        super().__init__()
         self.truth, self.wrong = truth, wrong
         self.rng = random.Random(seed)
         self.proposed: list[int] = []
@@ -50,20 +51,33 @@ class Foretold(Conversations):
         """Guess `reply` after prompts of that many tokens."""
         self.truth[prompt_tokens] = reply
 
-    def begin(self, task: Task) -> HistoryProposer:
-        return _Foreteller(self, task)
+    @property
+    def alone(self) -> Speculation:
+        return Speculation(CHEAP, [self])
+
+    def begin(self, task: Task, costs: PassCosts) -> HistoryProposer:
+        return _Foreteller(self, task, costs)
 
 
 class _Foreteller(HistoryProposer):
-    def __init__(self, foretold: Foretold, task: Task):
-        super().__init__(foretold, task)
+    def __init__(self, foretold: Foretold, task: Task, costs: PassCosts):
+        super().__init__(foretold, task, costs)
         self.foretold = foretold
+        self._guess: Sequence[int] = ()
 
-    def guess(self, most: int, ready: Sequence[int], again: int) -> Sequence[int]:
-        super().guess(0, ready, again)
+    def offer(self, most: int, ready: Sequence[int]) -> Offer:
+        super().offer(0, ready)
+        self._guess = self._foretell(most, ready) if self.task.out else ()
+        # checked whatever earlier ones have cost
+        return Offer([1.0] * len(self._guess), lambda tokens: 1.0, before=-1e3)
+
+    def draft(self, count: int, newest: mx.array, state: Draws) -> tuple[mx.array, Sequence[Draws]]:
+        return mx.array(list(self._guess[:count]), mx.uint32), ()
+
+    def _foretell(self, most: int, ready: Sequence[int]) -> Sequence[int]:
         foretold, task = self.foretold, self.task
         rng = foretold.rng
-        if self.stopped or most < 1 or task.may_steer(96) or rng.random() < 0.15:
+        if most < 1 or rng.random() < 0.15:
             return []
         at = len(task.out) + (len(ready) or 1)
         count = rng.randrange(1, 32)
@@ -75,9 +89,12 @@ class _Foreteller(HistoryProposer):
         return guess
 
 
-def speculating(path: Path | Bench, speculation: Speculation, **options: Any) -> Bench:
-    """A bench whose replies check the guesses of `speculation`."""
+def speculating(
+    path: Path | Bench, *sources: Source, costs: PassCosts = CHEAP, **options: Any
+) -> Bench:
+    """A bench whose replies check what `sources` propose."""
     bench = path if isinstance(path, Bench) else Bench(path, **options)
     bench = bench.twin()
+    speculation = Speculation(costs, sources)
     bench.use(KVCache.open(bench.kv.layout, Budget(1 << 30)), speculation=speculation)
     return bench

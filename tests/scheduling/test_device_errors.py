@@ -76,7 +76,8 @@ def live(
     )
     disk = bool(rng.integers(0, 2))
     chunk = int(rng.choice([16, 64]))
-    unlucky = Unlucky(path, on, folder if disk else None, chunk, speculation, **options)
+    guesses = speculation.alone if speculation is not None else None
+    unlucky = Unlucky(path, on, folder if disk else None, chunk, guesses, **options)
     samplings = SAMPLINGS if "kv_bits" not in options else SAMPLINGS[:1]
     chats = [tokens(rng, int(rng.integers(5, 150)))]
     tasks: list[Task] = []

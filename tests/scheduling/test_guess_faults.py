@@ -98,7 +98,7 @@ def test_a_draw_that_cannot_be_evaluated_is_made_again_without_its_guess(
         if not (late and left[0] <= 0):
             async_eval(*arrays)
 
-    monkeypatch.setattr("mlxcache.scheduling.verifier.normalised", spoilt)
+    monkeypatch.setattr("mlxcache.scheduling.proposer.normalised", spoilt)
     monkeypatch.setattr(mx, "async_eval", lazy)
     check_goes_on(fast, ids, plain)
     assert left[0] <= 0
@@ -205,7 +205,7 @@ def test_a_guess_whose_pass_fails_in_silence_is_computed_again(
     reply = judges(family).bench.twin().ask(ids, tokens=60).out
     guesses = Foretold({len(ids): reply}, wrong=0.2)
     unlucky = Unlucky(
-        toy(family), on := FailingDevice(once, delay=delay), None, speculation=guesses
+        toy(family), on := FailingDevice(once, delay=delay), None, speculation=guesses.alone
     )
     once.when = lambda: checking(unlucky.bench, 10)
     task = unlucky.bench.put(ids, tokens=60)

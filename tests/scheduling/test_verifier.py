@@ -14,15 +14,14 @@ import pytest
 
 from mlxcache.cache.kv_cache import KVCache
 from mlxcache.errors import GenerationFailed
-from mlxcache.guess.drafts import DraftRule
-from mlxcache.guess.rule import LENGTHS, PassCosts
+from mlxcache.guess.rule import LENGTHS, DraftCosts
 from mlxcache.model import kv
 from mlxcache.model.lineage import Lineage
 from mlxcache.model.load import ModelSpec, load
 from mlxcache.model.pair import Pair
 from mlxcache.scheduling import scheduler
 from mlxcache.scheduling.decoder import DecoderRow
-from mlxcache.scheduling.speculation import Conversations, HistoryProposer
+from mlxcache.scheduling.speculation import Conversations, DraftModel, Speculation
 from mlxcache.scheduling.task import Task
 from mlxcache.scheduling.verifier import Verifier
 from mlxcache.tree.budget import Budget
@@ -348,8 +347,12 @@ def test_a_decoder_that_fed_nothing_leaves_its_lineage_as_it_is(
     bench.model(mx.array(ids)[None], cache=lineage.caches)
     kv.eval_states(lineage.caches)
     lineage.advance(len(ids))
-    proposer = HistoryProposer(Conversations(CHEAP), bench.put(ids.tolist(), tokens=1))
-    decoder = Verifier(bench.model, DecoderRow(lambda logits: logits, (), None), lineage, proposer)
+    made_by = Speculation(CHEAP, [Conversations()])
+    task = bench.put(ids.tolist(), tokens=1)
+    bench.run(until=lambda: task.output is not None)
+    proposals = made_by.begin(task)
+    assert proposals is not None
+    decoder = Verifier(bench.model, DecoderRow(lambda logits: logits, (), None), lineage, proposals)
     decoder.rewind(join_ids(ids, token_ids([5, 6])))
     assert lineage.length == len(ids)
 
@@ -413,7 +416,7 @@ def test_a_reply_that_repeats_is_guessed_from_its_own_conversation(
     plain: Bench, rng: np.random.Generator
 ) -> None:
     """Most of a second reply that says the same is guessed, and none if the request says so."""
-    ids, fast = prompt(rng, 80), speculating(plain, Conversations(CHEAP))
+    ids, fast = prompt(rng, 80), speculating(plain, Conversations())
     first = fast.ask(ids, tokens=60)
     again = fast.ask(ids, tokens=60)
     assert again.out == first.out == plain.ask(ids, tokens=60).out
@@ -431,7 +434,7 @@ def test_a_reply_that_repeats_is_guessed_from_its_own_conversation(
 def test_no_owner_is_guessed_for_from_anothers_text(plain: Bench, rng: np.random.Generator) -> None:
     """The same prompt and reply, of another owner: nothing is known of it."""
     ids, drafted = prompt(rng, 80), []
-    fast = speculating(plain, Conversations(CHEAP))
+    fast = speculating(plain, Conversations())
     for owner in ("a", "b", "a"):
         task = fast.put(ids, tokens=40)
         task.job = replace(task.job, owner=owner)
@@ -558,6 +561,29 @@ def test_sliding_windows_are_rewound(
             ids = ids + task.out + prompt(rng, 10)
 
 
+# -- by both ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS[:2])
+def test_a_conversation_and_a_draft_model_take_turns(
+    drafted: Bench, plain: Bench, rng: np.random.Generator, sampling: Sampling
+) -> None:
+    """Both models hold what was said, whichever proposed it, also of a reply that is cancelled."""
+    ids = prompt(rng, 150)
+    reply = plain.ask(ids, tokens=90, sampling=sampling)
+    model, sources = drafted.model, (foretold([reply]), DraftModel(drafted.model, FreeDrafts(), 3))
+    assert isinstance(model, Pair)
+    for end in (90, 31):
+        fast = speculating(drafted, *sources)
+        task = fast.put(ids, tokens=90, sampling=sampling)
+        fast.run(until=lambda task=task, end=end: len(task.out) >= end)  # type: ignore[misc]
+        fast.scheduler.cancel(task)
+        fast.run()
+        assert task.out == reply.out[: len(task.out)]
+        assert task.record.accepted_tokens > end / 4
+        check_kv(fast, task, ids + task.out)
+
+
 # -- where drafting does not pay -------------------------------------------------------------------
 
 
@@ -568,26 +594,23 @@ class FixedCosts(FreeDrafts):
     """
 
     def __init__(self, slope: float, share: float):
-        super().__init__()
-        self.target = PassCosts({0: [(n, 1e-3 * (1 + slope * (n - 1))) for n in LENGTHS]})
-        self.slope, self.share = slope, share
-
-    def round(self, drafts: int, cached: int) -> float:
-        return 1 + drafts * (self.slope + self.share)
+        DraftCosts.__init__(
+            self,
+            {0: [(n, 1e-3 * (1 + slope * (n - 1))) for n in LENGTHS]},
+            {0: [(n, 1e-3 * share) for n in LENGTHS]},
+        )
+        self.share = share
 
     def catch_up(self, tokens: int, cached: int) -> float:
         return self.share * (tokens > 0)
-
-    def observe(self, drafts: int, seconds: float, cached: int) -> float:
-        return self.round(drafts, cached)
 
 
 def ruled(bench: Bench, slope: float, share: float) -> Bench:
     """A twin of `bench` whose drafts are chosen by a rule for such costs; see `FixedCosts`."""
     fresh = bench.twin()
-    rule = DraftRule(FixedCosts(slope, share))
     fresh.use(
-        KVCache.open(fresh.kv.layout, Budget(1 << 30)), speculation=drafting(fresh.model, rule)
+        KVCache.open(fresh.kv.layout, Budget(1 << 30)),
+        speculation=drafting(fresh.model, FixedCosts(slope, share)),
     )
     return fresh
 
