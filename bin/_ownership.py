@@ -44,6 +44,7 @@ FOREIGN = {
         "chat_template_utils.ImmutableSandboxedEnvironment": "transformers has no argument for it"
     },
     "bench.lone_model": {"tokenizer.eos_token_ids": "mlx-lm's, which ignores an empty argument"},
+    "model.recurrence": {"module.gated_delta_update": "mlx-lm's models have no argument for it"},
     "model.vlm": {"AutoProcessor.from_pretrained": "mlx-vlm replaces it when it is imported"},
     "prompt.codec": {
         "base.normalizer": "a copy of a tokenizers.Tokenizer",

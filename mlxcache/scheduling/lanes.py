@@ -20,6 +20,7 @@ from mlxcache.cache.ram import Evict
 from mlxcache.model import device, rows
 from mlxcache.model.kv import eval_states
 from mlxcache.model.pair import Pair
+from mlxcache.model.recurrence import recorder_of
 from mlxcache.scheduling.decoder import Decode, Decoder, Drawn
 from mlxcache.scheduling.proposer import Pass, Proposals
 from mlxcache.scheduling.speculation import Speculation
@@ -92,6 +93,7 @@ class Lanes:
         self.can_batch = self.layout.batchable and self.layout.cacheable
         self.can_batch = self.can_batch and not isinstance(model, Pair)
         self.speculation = speculation if self.layout.rewinds else None
+        self._recorder = recorder_of(model, self.layout) if self.speculation else None
         self._proposals_of: dict[Task, Proposals] = {}
 
     def __len__(self) -> int:
@@ -112,7 +114,7 @@ class Lanes:
         try:
             if proposals is not None:
                 served = self.model.verify if isinstance(self.model, Pair) else self.model
-                decoder = Verifier(served, row, lineage, proposals)
+                decoder = Verifier(served, row, lineage, proposals, recorder=self._recorder)
             else:
                 decoder = self._decode(self.model, row, lineage)
             decoder.start([int(task.fed[-1])])
@@ -134,7 +136,8 @@ class Lanes:
         """
         proposals = self._proposals_of.get(task)
         if proposals is None and self.speculation is not None:
-            proposals = self.speculation.begin(task)
+            redo = self.layout.recurrent and self._recorder is None
+            proposals = self.speculation.begin(task, redo=redo)
         redone = proposals is not None and self.layout.recurrent
         size = 2 * self.layout.running_bytes if redone else 0
         if proposals is None or (size and not self.kv.ram.reserve("batch", size, evict="idle")):
@@ -408,7 +411,7 @@ class Lanes:
                 row.set_context(mx.array(task.fed_ids()))
             proposals, size = self._proposals(task)
             if proposals is not None:
-                own = Verifier.resumed(own, task.held.lineage, proposals)
+                own = Verifier.resumed(own, task.held.lineage, proposals, self._recorder)
             lanes.append(Lane(own, [task], bytes=size))
         lane.decoder.drop()
         self.all.remove(lane)

@@ -60,11 +60,14 @@ class Speculation:
     def set_costs(self, costs: PassCosts) -> None:
         self.costs = costs
 
-    def begin(self, task: Task) -> Proposals | None:
-        """Return the proposers of a reply, or None if nothing is to be proposed in it."""
+    def begin(self, task: Task, *, redo: bool) -> Proposals | None:
+        """Return the proposers of a reply, or None if nothing is to be proposed in it.
+
+        `redo`: after a wrong token, the right ones before it are fed again.
+        """
         if not (task.job.speculate and self.sources):
             return None
-        rule = ReplyRule(self._tries, redo=task.held.lineage.layout.recurrent)
+        rule = ReplyRule(self._tries, redo=redo)
         return Proposals(
             task, [one.begin(task, self.costs) for one in self.sources], rule, self.costs
         )

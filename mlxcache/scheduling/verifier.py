@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -20,6 +21,7 @@ from mlxcache.model import kv
 from mlxcache.model.guidance.thinking import allows
 from mlxcache.model.kv import State
 from mlxcache.model.lineage import Lineage
+from mlxcache.model.recurrence import Recorder, Tape
 from mlxcache.scheduling.decoder import Decoder, DecoderRow, Drawn, Pending
 from mlxcache.scheduling.proposer import Draws, Pass, Proposals
 from mlxcache.types import Tokens
@@ -52,6 +54,11 @@ class Cut:
 
     def mark(self) -> None:
         """Prepare for a pass whose guess may be wrong."""
+
+    def feed(self, model: Any, tokens: mx.array, **inputs: mx.array) -> mx.array:
+        """Feed `tokens`, shape (1, n), of which some may be wrong; return the logits."""
+        logits: mx.array = model(tokens, cache=self.lineage.caches, **inputs)
+        return logits
 
     def forget(self) -> None:
         """Drop what earlier passes needed: none of them will be taken back."""
@@ -122,8 +129,42 @@ class PutBack(Cut):
         kv.put_back(self.lineage.slots, state)
 
 
+class Recompute(PutBack):
+    """Recomputes the state of recurrent layers after the last right token: nothing is fed again."""
+
+    def __init__(self, lineage: Lineage, recorder: Recorder):
+        super().__init__(lineage)
+        self._recorder = recorder
+        self._tape: Tape | None = None
+
+    def feed(self, model: Any, tokens: mx.array, **inputs: mx.array) -> mx.array:
+        logits, self._tape = self._recorder.feed(model, tokens, self.lineage.caches, **inputs)
+        return logits
+
+    def forget(self) -> None:
+        super().forget()
+        self._tape = None
+
+    def keep(self, right: int, fed: Sequence[int], checked: int) -> list[int]:
+        self._points, tape = self._points[-1:], self._tape
+        assert tape is not None
+        if right < checked:
+            tape.end_at(len(fed))
+        self._tape = None
+        return Cut.keep(self, right, fed, checked)
+
+
+def _undo_of(lineage: Lineage, recorder: Recorder | None) -> Cut:
+    if not lineage.layout.recurrent:
+        return Cut(lineage)
+    return PutBack(lineage) if recorder is None else Recompute(lineage, recorder)
+
+
 class Verifier(Decoder):
-    """Decoder of one row over the caches of `lineage`, which checks `proposals`."""
+    """Decoder of one row over the caches of `lineage`, which checks `proposals`.
+
+    `recorder`: lets the states of recurrent layers be recomputed, where that is possible.
+    """
 
     def __init__(
         self,
@@ -132,6 +173,7 @@ class Verifier(Decoder):
         lineage: Lineage,
         proposals: Proposals,
         *,
+        recorder: Recorder | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ):
         super().__init__(model, [row], lineage.caches, lambda: lineage.nbytes)
@@ -139,7 +181,7 @@ class Verifier(Decoder):
         self.proposed = 0
         self._lineage = lineage
         self._clock = clock
-        self._undo = PutBack(lineage) if lineage.layout.recurrent else Cut(lineage)
+        self._undo = _undo_of(lineage, recorder)
         self._flight: _Flight | None = None
         self._failed: _Flight | None = None
         self._again: list[int] = []
@@ -150,8 +192,14 @@ class Verifier(Decoder):
         self._known_at: float | None = None
 
     @classmethod
-    def resumed(cls, decoder: Decoder, lineage: Lineage, proposals: Proposals) -> Verifier:
-        own = cls(decoder.model, decoder.rows[0], lineage, proposals)
+    def resumed(
+        cls,
+        decoder: Decoder,
+        lineage: Lineage,
+        proposals: Proposals,
+        recorder: Recorder | None = None,
+    ) -> Verifier:
+        own = cls(decoder.model, decoder.rows[0], lineage, proposals, recorder=recorder)
         own._take(decoder, slice(0, 1))
         return own
 
@@ -320,7 +368,11 @@ class Verifier(Decoder):
             self._undo.mark()
             guess, states = self.proposals.draft(count, newest, state)
         fed = [mx.array(list(again), mx.int32), newest.astype(mx.int32), guess.astype(mx.int32)]
-        logits = self.model(mx.concatenate(fed)[None], cache=self.caches, **self.places)
+        shown = mx.concatenate(fed)[None]
+        if count:
+            logits = self._undo.feed(self.model, shown, **self.places)
+        else:
+            logits = self.model(shown, cache=self.caches, **self.places)
         if row.guide is not None:  # the device computes them while the masks are computed
             self._begin(logits)
         draws = list(self._draw_each(logits[:, len(again) :, :], guess, [state, *states]))

@@ -19,6 +19,7 @@ from mlxcache.model import kv
 from mlxcache.model.lineage import Lineage
 from mlxcache.model.load import ModelSpec, load
 from mlxcache.model.pair import Pair
+from mlxcache.model.recurrence import Tape, recorder_of
 from mlxcache.scheduling import scheduler
 from mlxcache.scheduling.decoder import DecoderRow
 from mlxcache.scheduling.speculation import Conversations, DraftModel, Speculation
@@ -287,6 +288,39 @@ def test_every_cache_and_every_sampling(
     assert (task.out, guesses.proposed) == (bench.ask(ids, tokens=30).out, [])
 
 
+@pytest.mark.parametrize(
+    "family",
+    [
+        "qwen3_5",
+        *(
+            pytest.param(one, marks=pytest.mark.slow)
+            for one in ("qwen3_next", "kimi_linear", "lfm2")
+        ),
+    ],
+)
+def test_right_tokens_before_a_wrong_one_are_not_fed_again(
+    toy: ToyMaker, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """Where the state after them can be recomputed."""
+    bench, ids, again = Bench(toy(family)), prompt(rng, 150), list[int]()
+    plain, step = bench.twin().ask(ids, tokens=90), Verifier.step
+
+    def counted(decoder: Verifier) -> Any:
+        again[-1] += decoder.feeds - 1
+        return step(decoder)
+
+    monkeypatch.setattr(Verifier, "step", counted)
+    for recorder in (recorder_of, lambda model, layout: None):
+        monkeypatch.setattr("mlxcache.scheduling.lanes.recorder_of", recorder)
+        again.append(0)
+        fast = guessing(bench, [plain], wrong=0.9)
+        task = fast.ask(ids, tokens=90)
+        assert task.out == plain.out
+        assert task.record.drafted_tokens > task.record.accepted_tokens > 9
+        check_kept(fast, task)
+    assert again[0] == 0 < again[1]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_5", "mamba2", "falcon_h1", "rwkv7"])
 def test_without_its_recurrent_state_put_back_a_reply_differs(
@@ -296,6 +330,7 @@ def test_without_its_recurrent_state_put_back_a_reply_differs(
     bench, ids = Bench(toy(family)), prompt(rng, 150)
     plain = bench.twin().ask(ids, tokens=90)
     monkeypatch.setattr(kv, "put_back", lambda slots, state: None)
+    monkeypatch.setattr(Tape, "end_at", lambda tape, count: None)
     assert guessing(bench, [plain]).ask(ids, tokens=90).out != plain.out
 
 
@@ -350,7 +385,7 @@ def test_a_decoder_that_fed_nothing_leaves_its_lineage_as_it_is(
     made_by = Speculation(CHEAP, [Conversations()])
     task = bench.put(ids.tolist(), tokens=1)
     bench.run(until=lambda: task.output is not None)
-    proposals = made_by.begin(task)
+    proposals = made_by.begin(task, redo=True)
     assert proposals is not None
     decoder = Verifier(bench.model, DecoderRow(lambda logits: logits, (), None), lineage, proposals)
     decoder.rewind(join_ids(ids, token_ids([5, 6])))
