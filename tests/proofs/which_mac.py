@@ -238,7 +238,7 @@ def ram_rows() -> Iterator[str]:
     yield "| agents at once | " + " | ".join(model.name for model in MODELS) + " |"
     yield "|---|" + "---|" * len(MODELS)
     layouts = [layout_of(model) for model in MODELS]
-    for agents in (1, 2, 4, 8):
+    for agents in (1, 2, 4):
         enough = [_enough(*one, agents) for one in layouts]
         yield f"| {agents} | " + " | ".join(f"{(one or 0) / GB:.1f}" for one in enough) + " |"
 
