@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from html import escape
 from math import exp, log
 from multiprocessing import get_context, parent_process
+from threading import Thread
 from typing import Any
 
 import mlx.core as mx
@@ -285,8 +286,14 @@ _PROCESS: dict[str, Any] = {}
 
 def _begin(played: _Played, done: Any) -> None:
     _PROCESS.update(played=played, done=done)
-    if parent_process() is not None:
+    if (parent := parent_process()) is not None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # the command's own Ctrl-C ends it
+        Thread(target=_end_with, args=(parent,), daemon=True).start()
+
+
+def _end_with(parent: Any) -> None:
+    parent.join()
+    os._exit(1)
 
 
 def _simulate(memory: Memory) -> tuple[Outcome, int]:
