@@ -40,7 +40,7 @@ from mlxcache.store.leaves import LeafRow
 from mlxcache.store.listing import Held
 from mlxcache.store.store import Store
 from mlxcache.tree.budget import Budget
-from mlxcache.tree.eviction import Worth
+from mlxcache.tree.eviction import EvictionOrder, Worth
 from mlxcache.tree.node import Node
 from mlxcache.tree.prefix_tree import PathEnds, PrefixTree
 from mlxcache.types import NO_TOKENS, Tokens
@@ -131,6 +131,7 @@ class KVCache:
         shared: SharedRam | None = None,
         remote: RemoteTier | None = None,
         lineage: NewLineage = Lineage,
+        order: type[EvictionOrder] = EvictionOrder,
         files: Callable[[Layout], KVFiles] = KVFiles,
         label: str = "unnamed",
     ) -> KVCache:
@@ -143,7 +144,7 @@ class KVCache:
         """
         worth = worth or Worth(layout.bytes_per_token, layout.checkpoint_bytes)
         shared = shared or SharedRam(budget)
-        tree = PrefixTree(layout.bytes_per_token, worth, clock=shared.clock)
+        tree = PrefixTree(layout.bytes_per_token, worth, clock=shared.clock, order=order)
         disk = None
         if store is not None:
             disk = DiskTier(

@@ -15,7 +15,7 @@ from mlxcache.model.lineage import Lineage
 from mlxcache.plan.disk import UNLIMITED, CountedDisk
 from mlxcache.plan.trace import Request
 from mlxcache.tree.budget import Budget
-from mlxcache.tree.eviction import Worth
+from mlxcache.tree.eviction import EvictionOrder, Worth
 from mlxcache.types import Tokens
 
 GENERATION_TOKENS = 4
@@ -134,14 +134,19 @@ class PlannedCache:
     """
 
     def __init__(
-        self, layout: Layout, memory: Memory, now: Callable[[], float], growth: float = 0.0
+        self,
+        layout: Layout,
+        memory: Memory,
+        now: Callable[[], float],
+        growth: float = 0.0,
+        order: type[EvictionOrder] = EvictionOrder,
     ):
         budget = Budget(memory.ram)
         reserved = memory.set_aside(layout)
         for kind, size in reserved.items():
             budget.reserve(kind, size)
         worth = Worth(layout.bytes_per_token, layout.checkpoint_bytes, growth)
-        self.kv = KVCache.open(layout, budget, worth=worth, lineage=CountedLineage)
+        self.kv = KVCache.open(layout, budget, worth=worth, lineage=CountedLineage, order=order)
         self.disk = CountedDisk(layout, memory.disk, now)
         shared = UNLIMITED if memory.remote else 0
         self.remote = CountedDisk(layout, shared, now)

@@ -18,6 +18,7 @@ import numpy as np
 from mlxcache.model.kv import Layout
 from mlxcache.plan.cache import Memory, PlannedCache, Reuse, Running
 from mlxcache.plan.trace import Trace
+from mlxcache.tree.eviction import EvictionOrder
 
 PAUSE_S = 5.0
 """Seconds between the sessions that one user of a trace has one after another."""
@@ -237,13 +238,14 @@ class Simulation:
         *,
         at_once: int = 8,
         on_request: Callable[[int], None] = lambda done: None,
+        order: type[EvictionOrder] = EvictionOrder,
     ):
         self._layout = layout
         self._speed = speed
         self._at_once = at_once
         self._on_request = on_request
         self._now = 0.0
-        self._cache = PlannedCache(layout, memory, lambda: self._now, speed.growth)
+        self._cache = PlannedCache(layout, memory, lambda: self._now, speed.growth, order)
         self._replies: list[_Reply] = []
         self._served: list[Served] = []
         self._order: list[int] = []

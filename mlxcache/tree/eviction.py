@@ -24,8 +24,11 @@ CHECKPOINT_TOKENS = 1024
 """Tokens for which one checkpoint is assumed when `Worth.place` computes the usual bytes per token.
 """
 
-MOST_USES = 7
-"""Number of uses above which further ones do not count, so that a new conversation can catch up."""
+MOST_USES = 3
+"""Number of uses above which further ones do not count, so that a new conversation can catch up.
+
+With 7, sessions that had ended kept their place: `tests.proofs.policies`.
+"""
 
 KEPT_MORE = 1.0
 """Score that a client's keep hint adds while it lasts: as much as twice the uses."""

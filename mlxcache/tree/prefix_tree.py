@@ -75,6 +75,7 @@ class PrefixTree:
         worth: Worth | None = None,
         now: Callable[[], float] = time.monotonic,
         clock: EvictionClock | None = None,
+        order: type[EvictionOrder] = EvictionOrder,
     ):
         self.bytes_per_token = bytes_per_token
         self.root = Node(None, NO_TOKENS, 0, None, 0)
@@ -85,7 +86,7 @@ class PrefixTree:
         self._now = now
         self._clock = clock or EvictionClock(lambda: self.kv_bytes + self.checkpoint_bytes)
         self._holdings = Holdings()
-        self._leaves = EvictionOrder(worth or Worth(bytes_per_token), _evictable, self._clock, now)
+        self._leaves = order(worth or Worth(bytes_per_token), _evictable, self._clock, now)
 
     @property
     def kv_bytes(self) -> int:

@@ -69,7 +69,7 @@ FACTS = (
     ("how-caching-works", r"and every ([\d,]+) tokens\. A prompt", checkpoints.SPACING),
     ("how-caching-works", r"up to (\d+) in a row", main_conversation.MAX_SIDE_REQUESTS),
     ("how-caching-works", r"Up to (\d+) tokens that are missing", restore.MIN_UNKNOWN),
-    ("how-caching-works", r"uses \(up to (seven)\)", eviction.MOST_USES),
+    ("how-caching-works", r"uses \(up to (three)\)", eviction.MOST_USES),
     ("disk-format", r"A run has at most ([\d,]+) tokens or", path_write.RUN_TOKENS),
     ("disk-format", r"2,048 tokens or (\S+ MiB), so", path_write.RUN_BYTES),
     ("how-caching-works", r"same content is used\. (\S+ MiB)", replies.LIMIT_BYTES),
@@ -87,7 +87,7 @@ FACTS = (
 )
 """A page, an expression whose group is the figure, and the figure in the code."""
 
-WORDS = {"seven": 7, "eight": 8}
+WORDS = {"three": 3, "eight": 8}
 
 
 def read(page: str) -> str:
