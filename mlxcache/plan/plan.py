@@ -368,7 +368,7 @@ def _sizes(runs: _Runs, machine: Callable[[int], Memory], least: int, ceiling: P
     rates = dict(zip(sizes, runs.hit_rates(list(map(machine, sizes))), strict=True))
     rates[ceiling.nbytes] = ceiling.hit_rate
     wanted = [share * ceiling.hit_rate for share in SHARES]
-    between = {_crossing(_points(rates), share) for share in wanted} - set(rates) - {None}
+    between = {_crossing(_points(rates), share) for share in wanted} - set(rates)
     nearer = sorted(one for one in between if one is not None)
     rates.update(zip(nearer, runs.hit_rates(list(map(machine, nearer))), strict=True))
     curve = _points(rates)

@@ -5,34 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 
-import mlx.core as mx
 import pytest
 
 from mlxcache.errors import ConfigError
 from mlxcache.model.adapters import Recurrent, Windowed
-from mlxcache.model.kv import Layout
 from mlxcache.plan.agents import agents_trace
 from mlxcache.plan.cache import Memory, PlannedCache
 from mlxcache.plan.plan import draw, make_plan
 from mlxcache.plan.simulate import Simulation, Speed, speed_of
 from mlxcache.plan.trace import Ids, Request, Trace, path_of
+from tests.proofs.policies import PLAIN
 
 PER_TOKEN = 1024
-LAYOUT = Layout(
-    make=list,
-    vocab_size=100,
-    bytes_per_token=PER_TOKEN,
-    checkpoint_bytes=0,
-    running_bytes=0,
-    window_bytes=0,
-    linear=(0,),
-    specs=(((4, 64, mx.float16), (4, 64, mx.float16)),),
-    opaque_at=(),
-    checkpointed=(),
-    batchable=True,
-    states=(),
-    unknown=(),
-)
+LAYOUT = replace(PLAIN, bytes_per_token=PER_TOKEN)
 LIMITLESS = Memory(1 << 60)
 
 
