@@ -12,7 +12,7 @@ from mlxcache.bench.context import QUICK
 from mlxcache.bench.equality import AGAIN, COSTS, NEW, SAME, SPEED, Unequal, speculation
 from mlxcache.bench.findings import Findings, NotApplicable
 from mlxcache.bench.random_model import make_random
-from mlxcache.model import kv
+from mlxcache.model.recurrence import Tape
 from tests.conftest import ToyMaker
 
 SCALE = replace(QUICK, equal=(60,), reply=24, decode=(60,))
@@ -38,8 +38,8 @@ def test_costs_text_and_speed_are_reported(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_text_that_guesses_change_is_a_fault(toy, tmp_path, monkeypatch):
-    """Here a recurrent state is not put back."""
-    monkeypatch.setattr(kv, "put_back", lambda slots, state: None)
+    """Here a recurrent state is not recomputed."""
+    monkeypatch.setattr(Tape, "end_at", lambda tape, count: None)
     found = Findings("speculation", "")
     with pytest.raises(Unequal, match="apart, tolerance"):
         asyncio.run(speculation(toy("qwen3_5"), tmp_path / "cache", SCALE, found))

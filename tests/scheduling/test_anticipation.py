@@ -288,7 +288,7 @@ def test_a_request_waits_for_one_chunk_at_most(bench: Bench, rng: np.random.Gene
     asked = bench.put(again + ids_of(rng, 10))
     bench.run()
     assert [mine for mine, _ in fed] == [False] * 3 + [True] * (len(fed) - 3)
-    known = 199 if bench.kv.layout.opaque else 200  # the state before the reply
+    known = 199 if bench.kv.layout.recurrent else 200  # the state before the reply
     assert admitted(asked).cached_tokens == known + sum(size for mine, size in fed if not mine)
     assert asked.out == bench.twin().ask(again + asked.ids[-10:].tolist()).out
 
