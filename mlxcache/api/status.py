@@ -46,8 +46,10 @@ async def health(deps: Deps, request: Request) -> Response:
         elif reason is not None:
             body["status"] = "failed"
         else:
-            named = {"model": info.id, "backend": info.backend}
+            named: dict[str, Any] = {"model": info.id, "backend": info.backend}
             modalities = {"input_modalities": input_modalities(info)}
+            if (equal := engine.equal_passes) is not None:
+                named["equal_passes"] = equal
             return json_response(body | {"status": "ok"} | named | modalities)
     if reason is not None:
         body["reason"] = reason

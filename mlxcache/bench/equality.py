@@ -23,7 +23,7 @@ from mlxcache.engine.runtime import ModelRuntime
 from mlxcache.errors import GenerationFailed
 from mlxcache.guess.rule import LENGTHS, PassCosts
 from mlxcache.model.load import Loaded
-from mlxcache.scheduling.short_passes import PASSES_FAR, PASSES_NEAR
+from mlxcache.scheduling.short_passes import MOST_EQUAL, PASSES_FAR, PASSES_NEAR
 from mlxcache.scheduling.speculation import Speculation
 from mlxcache.types import (
     Finished,
@@ -237,12 +237,13 @@ def spread(last: int, count: int) -> Sequence[int]:
 # -- with guesses ----------------------------------------------------------------------------------
 
 COSTS = "Cost of a pass, in passes over one token"
+EQUAL = "Passes that give the bits of passes over one token"
 SAME = "Greedy text with guesses, compared with the text without"
 SPEED = "Speed with guesses"
 SHOWN = (2, 4, 8, 12, 16, 32)  # tokens of the passes whose cost is reported
 
 AGAIN, NEW = "text that was said before", "new text"
-ALIKE, PARTING = 4, 0.15
+ALIKE, PARTING = 4, 0.25
 """Replies given before that are nearly the greedy one, and the factor of their temperature."""
 
 LEAST = 0.97  # least speed of new text with guesses, by that without
@@ -269,6 +270,8 @@ async def speculation(model: Path, folder: Path, scale: Scale, found: Findings) 
             found.add(COSTS, row, "one token", "s", costs.seconds(cached))
             for tokens in SHOWN:
                 found.add(COSTS, row, f"{tokens} tokens", "", costs.at(cached)(tokens))
+        for tokens in range(2, MOST_EQUAL + 1):
+            found.add(EQUAL, "1 if equal", f"{tokens} tokens", "", float(tokens in guesses.equal))
         compared = await _compare_guessed(inside, guesses, scale, found)
         for run in range(scale.runs):
             await _measure_speed(inside, scale, run, found)

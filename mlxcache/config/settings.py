@@ -182,18 +182,19 @@ class Settings:
         "N",
         "Most tokens that the draft model proposes at once.",
     )
-    speculate: Literal["off", "auto"] = _setting(
+    speculate: Literal["off", "auto", "exact"] = _setting(
         "off",
         read_speculate,
-        "off|auto",
+        "off|auto|exact",
         "Guess the next tokens from what the conversation already says, and check several in one "
-        "pass where that is faster; replies stay the same.",
+        "pass where that is faster; replies stay the same, up to rounding. exact: only in passes "
+        "that round as passes over one token do.",
     )
     speculate_tokens: int = _setting(
         MOST_GUESSED,
         read_number(1, MOST_GUESSED, example=15),
         "N",
-        "With --speculate auto: most tokens guessed at once.",
+        "With --speculate: most tokens guessed at once.",
     )
     chat_template_args: Mapping[str, Any] = _setting(
         dict,
@@ -424,7 +425,7 @@ class Settings:
     def check_divisible(self) -> None:
         """Raise ConfigError if the settings do not allow to divide the model among machines.
 
-        A divided model cannot have a draft model, `--speculate auto`, an idle time after which it
+        A divided model cannot have a draft model, `--speculate`, an idle time after which it
         is unloaded, or a remote; it cannot be the demo or one of several models. `--hosts` and
         `--hostfile` cannot both be set.
         """
@@ -435,7 +436,7 @@ class Settings:
             (len(self.models) > 1, "several models", "name one with --model"),
             (entry.model is None, "the built-in demo", "name a model with --model"),
             (self.for_model(entry).draft_model is not None, "--draft-model", "leave it out"),
-            (self.speculate != "off", "--speculate auto", "leave it out"),
+            (self.speculate != "off", "--speculate", "leave it out"),
             (isinstance(self.keep_for(entry), int | float), "--idle-unload", "leave it out"),
             (self.remote is not None, "--remote", "leave it out"),
         ):

@@ -131,8 +131,8 @@ def read_kv_bits(value: object) -> int:
 def read_speculate(value: object) -> str:
     if value is False:  # TOML and YAML writers know off as a boolean
         return "off"
-    if str(value).lower() not in ("off", "auto"):
-        raise ValueError(f"must be off or auto, not {value!r}")
+    if str(value).lower() not in ("off", "auto", "exact"):
+        raise ValueError(f"must be off, auto or exact, not {value!r}")
     return str(value).lower()
 
 

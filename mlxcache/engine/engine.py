@@ -417,6 +417,12 @@ class Engine:
     # -- figures -----------------------------------------------------------------------------------
 
     @property
+    def equal_passes(self) -> Sequence[int] | None:
+        """Tokens of a pass that give the bits of passes over one; None if nothing is guessed."""
+        speculation = self._runtime.speculation if self._runtime is not None else None
+        return speculation.equal if speculation is not None else None
+
+    @property
     def info(self) -> ModelInfo | None:
         return self._runtime.info if self._runtime is not None else None
 

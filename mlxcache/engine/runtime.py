@@ -25,7 +25,7 @@ from mlxcache.engine.figures import FiguresOfModel, Totals
 from mlxcache.engine.opening import open_images, open_store, open_tier, watch_pressure
 from mlxcache.errors import BadRequest, Busy, ContextLengthExceeded, Unsupported
 from mlxcache.explain.prefix_loss import PrefixLossReporter
-from mlxcache.guess.rule import Curves, DraftCosts, PassCosts
+from mlxcache.guess.rule import ANY, DraftCosts, PassCosts, Passes
 from mlxcache.mlx_thread import MlxThread
 from mlxcache.model import device, kv, serialise
 from mlxcache.model.guidance.grammar import Guides
@@ -268,27 +268,29 @@ class ModelRuntime:
         """Make what proposes tokens; measure the time of passes unless that was done before."""
         model, most = self.loaded.model, self.settings.speculate_tokens
         sources: list[Source] = []
-        auto = self.settings.speculate != "off"
-        if not self.layout.rewinds and auto:
-            log.warning(
-                "model %s: --speculate auto has no effect: its cache cannot be rewound", self.label
-            )
-        if not self.layout.rewinds or not (auto or isinstance(model, Pair)):
+        guesses = self.settings.speculate != "off"
+        if not self.layout.rewinds and guesses:
+            log.warning("model %s: no guesses: its cache cannot be rewound", self.label)
+        if not self.layout.rewinds or not (guesses or isinstance(model, Pair)):
             return None
         served = model.verify if isinstance(model, Pair) else model
         part = "target" if isinstance(model, Pair) else ""
-        curves = self._measured_passes(served, part, on_progress)
-        costs = PassCosts(curves)
-        if auto:
+        passes = self._measured_passes(served, part, on_progress)
+        lengths = passes.equal if self.settings.speculate == "exact" else ANY
+        costs = PassCosts(passes.curves, lengths)
+        log.info(
+            "model %s: tokens of a pass that give the bits of passes over one (measured): %s",
+            *(self.label, ", ".join(map(str, passes.equal)) or "none but one"),
+        )
+        if guesses:
             sources.append(Conversations(most, forms=self._result_forms))
             self._tell_costs("guesses from the conversation are on", costs)
         if isinstance(model, Pair):
-            drafting = DraftCosts(
-                curves, self._measured_passes(model.propose, "draft", on_progress)
-            )
+            draft = self._measured_passes(model.propose, "draft", on_progress)
+            drafting = DraftCosts(passes.curves, draft.curves, lengths)
             sources.append(DraftModel(model, drafting, self.settings.num_draft_tokens))
             self._tell_costs("drafts are verified", drafting)
-        return Speculation(costs, sources)
+        return Speculation(costs, sources, passes.equal)
 
     def _tell_costs(self, what: str, costs: PassCosts) -> None:
         log.info(
@@ -300,8 +302,8 @@ class ModelRuntime:
 
     def _measured_passes(
         self, model: object, part: str, on_progress: Callable[[str, float | None], None]
-    ) -> Curves:
-        """Return the seconds of passes of `model`, measured unless that was done before."""
+    ) -> Passes:
+        """Return passes of `model`, measured unless that was done before."""
         on_progress("measuring passes over several tokens", None)
         key, disk = None, self.kv.disk
         if disk is not None:

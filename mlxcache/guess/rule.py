@@ -8,9 +8,10 @@ proposals stayed right. Costs are measured when a model is loaded, and corrected
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import inf
 
 from mlxcache.guess.history import NO_GUESS, Guess, History
 
@@ -146,6 +147,9 @@ def _group(starts: Sequence[int], value: int) -> int:
 LENGTHS = (1, 2, 3, 4, 6, 8, 10, 12, 14, 16, 20, 24, 28, LONGEST + 1)
 """Tokens of the passes that are measured; on Metal the cost jumps between 8 and 12."""
 
+ANY = range(1 << 30)
+"""All numbers of tokens."""
+
 NEWEST = 0.2
 """Weight of a live pass in the correction of passes of about its length."""
 
@@ -161,15 +165,28 @@ Curves = Mapping[int, Sequence[tuple[int, float]]]
 """Measured seconds, as (tokens of a pass, seconds), by the number of cached positions."""
 
 
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """Passes over a few tokens, as measured on a model.
+
+    `equal`: numbers of tokens whose pass gives the bits that passes over one token each give.
+    """
+
+    curves: Curves
+    equal: Sequence[int] = ()
+
+
 class PassCosts:
     """Cost of passes over a few tokens, after as many cached positions.
 
     `curves`: measured passes, as (tokens, seconds), by the number of cached positions before them.
     Between two such numbers the cost is interpolated; below and above them, the cost at the nearest
     one holds. Passes of running replies correct the cost of passes over about as many tokens.
+    `lengths`: numbers of tokens that a pass may have beside one; the cost of others is infinite.
     """
 
-    def __init__(self, curves: Curves):
+    def __init__(self, curves: Curves, lengths: Container[int] = ANY):
+        self._lengths = lengths
         self._at = sorted(curves)
         self._curves = [_scaled(curves[at]) for at in self._at]
         self._plain = [dict(curves[at])[1] for at in self._at]
@@ -180,7 +197,11 @@ class PassCosts:
         measured, live = self._measured(cached), self._live
 
         def cost(tokens: int) -> float:
-            return max(1.0, measured(tokens) * live[_group(_GROUPS, tokens)]) if tokens > 1 else 1.0
+            if tokens <= 1:
+                return 1.0
+            if tokens not in self._lengths:
+                return inf
+            return max(1.0, measured(tokens) * live[_group(_GROUPS, tokens)])
 
         return cost
 
@@ -229,13 +250,14 @@ class PassCosts:
 class DraftCosts(PassCosts):
     """Costs of passes whose proposed tokens a draft model makes, one in each pass of its own."""
 
-    def __init__(self, target: Curves, draft: Curves):
+    def __init__(self, target: Curves, draft: Curves, lengths: Container[int] = ANY):
         self._draft = draft_costs = PassCosts(draft)
         super().__init__(
             {
                 at: [(n, seconds + (n - 1) * draft_costs.seconds(at)) for n, seconds in points]
                 for at, points in target.items()
-            }
+            },
+            lengths,
         )
 
     def catch_up(self, tokens: int, cached: int) -> float:

@@ -188,7 +188,7 @@ def plan_memory(
     kind, most = device.kind(), settings.prefill_chunk
     measured = cost.measure(loaded.model, layout, limit // 8, kind=kind, most=most, lineage=lineage)
     checked = settings.num_draft_tokens if loaded.draft is not None else 0
-    if settings.speculate == "auto" and layout.rewinds:
+    if settings.speculate != "off" and layout.rewinds:
         checked = max(checked, settings.speculate_tokens)
     if checked:  # a pass computes the logits of each of these tokens too
         measured = measured.for_drafts(checked)

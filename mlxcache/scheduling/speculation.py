@@ -49,12 +49,13 @@ class Source(Protocol):
 class Speculation:
     """Makes the proposers of all kinds for the replies of one model.
 
-    `costs`: of passes that check nothing.
+    `costs`: of passes that check nothing. `equal`: see `Passes`.
     """
 
-    def __init__(self, costs: PassCosts, sources: Sequence[Source]):
+    def __init__(self, costs: PassCosts, sources: Sequence[Source], equal: Sequence[int] = ()):
         self.costs = costs
         self.sources = sources
+        self.equal = equal
         self._tries = Tries()
 
     def set_costs(self, costs: PassCosts) -> None:

@@ -13,6 +13,7 @@ import pytest
 from mlxcache.config import Settings
 from mlxcache.engine.engine import Engine
 from mlxcache.errors import SnapshotRefused
+from mlxcache.guess.rule import Passes
 from mlxcache.types import Finished, Prompt, RequestRecord, token_ids
 from tests.cache.test_ram_limit import LIMIT, held
 from tests.conftest import ToyMaker
@@ -69,7 +70,7 @@ async def test_a_draft_that_does_not_pay_is_hardly_used(
     """It costs as much as its model, and is hardly ever right."""
     model = toy("llama")
     draft = make_draft(model, tmp_path / "draft", "other")
-    monkeypatch.setattr("mlxcache.engine.runtime.measure_passes", lambda *_: CHEAP_CURVES)
+    monkeypatch.setattr("mlxcache.engine.runtime.measure_passes", lambda *_: Passes(CHEAP_CURVES))
     async with served(model, tmp_path / "cache", draft) as engine:
         done = await ask(engine, prompt(text(1, 100)), tokens=150, session="one")
         record = engine.requests()[0]

@@ -17,6 +17,7 @@ import pytest
 from mlxcache.config import Settings
 from mlxcache.engine.engine import Engine
 from mlxcache.engine.runtime import ModelRuntime
+from mlxcache.guess.rule import Passes
 from mlxcache.model.guidance.thinking import ThinkingBudget, read_closing
 from mlxcache.model.load import Loaded
 from mlxcache.model.output import OutputParser
@@ -272,7 +273,7 @@ async def test_a_draft_keeps_the_budget(
 async def test_guesses_are_checked_after_thinking_that_is_off(
     model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mlxcache.engine.runtime.measure_passes", lambda *_: CHEAP_CURVES)
+    monkeypatch.setattr("mlxcache.engine.runtime.measure_passes", lambda *_: Passes(CHEAP_CURVES))
     first, path = [user("Tell me about trees.")], model("think")
     said = []
     for speculate in ("off", "auto"):
@@ -291,7 +292,7 @@ async def test_guesses_change_nothing_of_a_budget(
     temperature: float,
 ) -> None:
     """The guide that ends the thinking applies to the same token, whatever was guessed."""
-    monkeypatch.setattr("mlxcache.engine.runtime.measure_passes", lambda *_: CHEAP_CURVES)
+    monkeypatch.setattr("mlxcache.engine.runtime.measure_passes", lambda *_: Passes(CHEAP_CURVES))
     first, path = [user("Tell me about trees.")], model("think")
     hot = Sampling(temperature=temperature, seed=5)
     limits = {"max_tokens": 240, "sampling": hot}

@@ -37,7 +37,7 @@ def ruled(pair: Bench) -> Bench:
     model, layout, fresh = pair.model, pair.kv.layout, pair.twin()
     assert isinstance(model, Pair)
     costs = DraftCosts(
-        *(measure_passes(part, layout, ROOM) for part in (model.verify, model.propose))
+        *(measure_passes(part, layout, ROOM).curves for part in (model.verify, model.propose))
     )
     fresh.use(KVCache.open(layout, Budget(1 << 30)), speculation=drafting(model, costs))
     return fresh

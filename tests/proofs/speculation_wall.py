@@ -147,7 +147,7 @@ def compare(plain: Bench, costs: PassCosts, shape: tuple[Kind, Style]) -> Compar
 
 
 def measured(model: object, layout: Layout) -> PassCosts:
-    return PassCosts(measure_passes(model, layout, 1 << 26))
+    return PassCosts(measure_passes(model, layout, 1 << 26).curves)
 
 
 def main(

@@ -11,7 +11,7 @@ import mlx.core as mx
 import pytest
 
 from mlxcache.cache.kv_cache import KVCache
-from mlxcache.guess.rule import LENGTHS, Curves, DraftCosts, Offer, PassCosts
+from mlxcache.guess.rule import LENGTHS, DraftCosts, Offer, PassCosts, Passes
 from mlxcache.scheduling.proposer import Draws
 from mlxcache.scheduling.speculation import Conversations, HistoryProposer, Source, Speculation
 from mlxcache.scheduling.task import Task
@@ -26,9 +26,11 @@ CHEAP = PassCosts(CHEAP_CURVES)
 def use_cheap_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let engines with a draft model draft always, whatever that costs on this machine."""
 
-    def measured(model: Callable[..., Any], *_: Any) -> Curves:
+    def measured(model: Callable[..., Any], *_: Any) -> Passes:
         share = 0.1 if model.__name__ == "propose" else 1.0
-        return {at: [(n, share * s) for n, s in points] for at, points in CHEAP_CURVES.items()}
+        return Passes(
+            {at: [(n, share * s) for n, s in points] for at, points in CHEAP_CURVES.items()}
+        )
 
     monkeypatch.setattr("mlxcache.engine.runtime.measure_passes", measured)
     monkeypatch.setattr(DraftCosts, "observe", lambda self, tokens, _, cached: 1.0)

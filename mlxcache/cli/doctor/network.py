@@ -69,6 +69,9 @@ def _server(url: str, key: str | None, *, named: bool) -> Finding | None:
     if len(models) > 1:
         states = (f"{one['id']} ({show.model_state(one)})" for one in models)
         value = f"{url} serves {', '.join(states)}"
+    if (equal := health.get("equal_passes")) is not None:
+        listed = ", ".join(map(str, equal)) or "none but one"
+        value += f"; tokens of a pass that give the bits of passes over one: {listed}"
     return Finding("server", "ok", value)
 
 
