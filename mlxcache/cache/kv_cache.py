@@ -280,7 +280,7 @@ class KVCache:
             self.ram.drop_rows(lineage)
             lineage.restore(state)
         if not lease.awaiting_state:
-            self.ram.keep_rows(lineage)
+            self.ram.keep_rows(lineage, len(lease.prompt) + STEP)
 
     # -- restoring ---------------------------------------------------------------------------------
 
@@ -319,7 +319,7 @@ class KVCache:
             self.commit(lease, lookup.ids, checkpoint=True)
         if complete:
             lease.note_restored()
-            self.ram.keep_rows(lease.lineage)
+            self.ram.keep_rows(lease.lineage, len(lease.prompt) + STEP)
         return complete
 
     # -- growing and committing --------------------------------------------------------------------
@@ -327,14 +327,16 @@ class KVCache:
     def extend(self, lease: Lease, length: int) -> bool:
         """Make room for `length` positions in the lease; return whether there is. May block."""
         lineage = lease.lineage
-        if length <= lineage.capacity or not self.layout.specs:
-            return True
-        capacity = self.ram.reserve_buffer(lineage.capacity, rounded(length), lease.evict)
-        if capacity is not None:
+        if length > lineage.capacity and self.layout.specs:
+            capacity = self.ram.reserve_buffer(lineage.capacity, rounded(length), lease.evict)
+            if capacity is None:
+                return False
             with self._placement.charged(lineage, capacity, leased=True):
                 lineage.grow(capacity)
-            self.ram.keep_rows(lineage)
-        return capacity is not None
+            self.ram.keep_rows(lineage, length)
+        elif lineage.rows:
+            self.ram.keep_rows(lineage, length)
+        return True
 
     @property
     def may_grow_ahead(self) -> bool:

@@ -181,7 +181,7 @@ class Placement:
             if capacity is not None:
                 with self.charged(lineage, capacity):
                     lineage.grow(capacity)
-                self._ram.widen_rows(lineage)
+                self._ram.widen_rows(lineage, least)
                 return True
         return False
 

@@ -350,15 +350,21 @@ class RamTier:
 
     # -- compacting --------------------------------------------------------------------------------
 
-    def keep_rows(self, lineage: Lineage) -> None:
-        """Let a lineage in use keep the rows of its windows, if there is memory to spare."""
-        lacking = lineage.lacking_rows * self.layout.window_bytes
-        if not self.layout.keeps_rows or not lacking:
+    def keep_rows(self, lineage: Lineage, least: int) -> None:
+        """Let a lineage keep the rows of its windows up to position `least` or a little more.
+
+        They are dropped if there is no memory to spare.
+        """
+        least = min(least, lineage.capacity)
+        rows = lineage.rows + lineage.lacking_rows(least)
+        if not self.layout.keeps_rows or rows == lineage.rows:
             return
+        end = min(rounded(least + rows // ROOM), lineage.capacity)
+        lacking = lineage.lacking_rows(end) * self.layout.window_bytes
         if self.spares(lacking) and self.reserve("kv", lacking, evict="no"):
             held = lineage.nbytes
             try:
-                lineage.keep_rows()
+                lineage.keep_rows(end)
             finally:
                 self.budget.release("kv", held + lacking - lineage.nbytes)
         elif lineage.rows:
@@ -366,10 +372,10 @@ class RamTier:
             lineage.slide()
             self.budget.release("kv", held - lineage.nbytes)
 
-    def widen_rows(self, lineage: Lineage) -> None:
+    def widen_rows(self, lineage: Lineage, least: int) -> None:
         """Make room in the windows of an idle lineage that has grown, or drop their rows."""
         if lineage.rows:
-            self.keep_rows(lineage)
+            self.keep_rows(lineage, least)
             if not lineage.rows:
                 lineage.rest()
 

@@ -36,6 +36,7 @@ from mlxcache.model.arrays import (
     held_tree,
     joined,
     tree_arrays,
+    zeros,
 )
 from mlxcache.model.grouped import NAME as LAYER_CACHE
 from mlxcache.model.grouped import GroupedCache, GroupRows, RecentRows, grouped
@@ -198,7 +199,7 @@ class WindowCache(RotatingKVCache):  # type: ignore[misc]
         held = self.offset - self.begin
         for name in ("keys", "values"):
             array = getattr(self, name)
-            pad = mx.zeros((*array.shape[:2], rows - held, array.shape[3]), array.dtype)
+            pad = zeros((*array.shape[:2], rows - held, array.shape[3]), array.dtype)
             setattr(self, name, joined([array[..., :held, :], pad]))
 
     def slim(self) -> None:

@@ -18,6 +18,11 @@ def copied(array: mx.array) -> mx.array:
     return array * mx.array(1, array.dtype)
 
 
+def zeros(shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
+    """Return zeros to be joined to other arrays, which take no memory of their own."""
+    return mx.broadcast_to(mx.array(0, dtype), shape)
+
+
 def joined(parts: Sequence[mx.array]) -> mx.array:
     """Join `parts` along the token axis (-2), lazily and in a buffer of its own."""
     if len(parts) > 1:

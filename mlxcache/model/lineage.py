@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlxcache.model import device, kv
-from mlxcache.model.arrays import copied, joined, readable, tree_arrays
+from mlxcache.model.arrays import copied, joined, readable, tree_arrays, zeros
 from mlxcache.model.kv import Caches, Layout, State
 from mlxcache.types import Tokens
 
@@ -134,10 +134,11 @@ class Lineage:
 
     def _copy(self, sources: Sequence[Span], slot: int, array: int, padding: int) -> mx.array:
         heads, dim, dtype = self.layout.specs[slot][array]
+        shape = (1, heads, padding, dim)
+        if not sources:
+            return mx.zeros(shape, dtype)
         parts = [owner.view(slot, array, start, stop) for owner, start, stop in sources]
-        if padding:
-            parts.append(mx.zeros((1, heads, padding, dim), dtype))
-        return joined(parts) if sources else parts[0]  # zeros own their buffer
+        return joined([*parts, zeros(shape, dtype)] if padding else parts)
 
     def view(self, slot: int, array: int, start: int, stop: int) -> mx.array:
         """Return positions [start, stop) of one array as a lazy slice.
@@ -295,25 +296,25 @@ class Lineage:
 
     # -- rows of sliding windows -------------------------------------------------------------------
 
-    @property
-    def lacking_rows(self) -> int:
-        """Positions for which the windows have no room yet, up to the capacity."""
-        default = self.capacity if self.length else 0
+    def lacking_rows(self, end: int) -> int:
+        """Return for how many of the positions before `end` the windows have no room yet."""
+        default = end if self.length else 0
         begin = min((slot.begin for slot in self._windows), default=default)
-        return max(0, self.capacity - begin - self.rows)
+        return max(0, end - begin - self.rows)
 
     @property
     def _windows(self) -> list[Any]:
         return [slot for slot in kv.windows(self.slots) if slot.keys is not None]
 
-    def keep_rows(self) -> None:
-        """Copy the windows to buffers with room for all positions up to the capacity."""
-        lacking = self.lacking_rows
+    def keep_rows(self, end: int) -> None:
+        """Copy the windows to buffers with room for all positions before `end`."""
+        lacking = self.lacking_rows(end)
         if not self.length:
             kv.pretend(self.slots, self.layout.states, 0)
         for slot in self._windows:
-            slot.make_room(self.capacity - slot.begin)
-            mx.eval(slot.keys, slot.values)
+            slot.make_room(end - slot.begin)
+            mx.eval(slot.keys)
+            mx.eval(slot.values)  # when the old keys are gone
         device.confirm()
         self.rows += lacking
 
