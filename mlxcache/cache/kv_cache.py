@@ -467,8 +467,6 @@ class KVCache:
             self.tree.unlock(lease.node)
             lease.node = None
         if not lineage.lost:
-            if not lineage.rows:
-                lineage.rest()
             self.ram.set_idle(lineage)
         self.budget.release("states", lease.state_bytes)
         del self._leases[id(lease)]

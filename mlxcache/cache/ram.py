@@ -156,6 +156,8 @@ class RamTier:
 
     def set_idle(self, lineage: Lineage) -> None:
         """Mark `lineage` as idle, and as the most recently used of the idle ones."""
+        if not lineage.rows:
+            lineage.rest()
         self.busy.pop(id(lineage), None)
         self.idle[id(lineage)] = lineage
 
@@ -208,7 +210,8 @@ class RamTier:
         Blocks only with `evict` "wait".
         """
         needed = max(0, size) + max(0, passing - self._transient)
-        if not self.make_room(needed, evict=evict):
+        # a commit that takes several checkpoints needs the rows until the last one
+        if not self.make_room(needed, evict=evict, in_use=kind != "checkpoints"):
             return False
         self.budget.charge(kind, size)
         return True
@@ -221,12 +224,13 @@ class RamTier:
     def _transient(self) -> int:
         return self.budget.by_kind().get("transient", 0)
 
-    def make_room(self, size: int, *, evict: Evict = "idle") -> bool:
+    def make_room(self, size: int, *, evict: Evict = "idle", in_use: bool = True) -> bool:
         """Free budget until `size` bytes fit, and return whether they do.
 
-        First compacts idle lineages with many unused positions, then evicts the entries with the
-        lowest worth. Evicts nothing if evicting all idle entries would not suffice: those of all
-        models if the shared budget is short, those of this model if its own limit is.
+        First drops the rows of windows, also of lineages `in_use`, and compacts idle lineages with
+        many unused positions, then evicts the entries with the lowest worth. Evicts nothing if
+        evicting all idle entries would not suffice: those of all models if the shared budget is
+        short, those of this model if its own limit is.
         """
         if evict == "no":
             return self.budget.free >= size
@@ -234,9 +238,9 @@ class RamTier:
             return False
         if not self.shared.reach(size, unload=evict in UNLOADING):
             return False
-        self.compact_spare(lambda: self.budget.free >= size)
+        self.compact_spare(lambda: self.budget.free >= size, in_use=in_use)
         if self.budget.own_free >= size:
-            self.shared.compact(size)
+            self.shared.compact(size, in_use=in_use)
         while self.budget.free < size:
             own, short = size - self.budget.own_free, size - self.budget.free
             if self.evict_once(own) if own > 0 else self.shared.evict_least(short):
@@ -253,8 +257,13 @@ class RamTier:
 
     @property
     def idle_bytes(self) -> int:
-        """Bytes of idle lineages and of all checkpoints: the most that evicting could free."""
-        return sum(lineage.nbytes for lineage in self.idle.values()) + self.tree.checkpoint_bytes
+        """Bytes of idle lineages, of rows of windows, and of all checkpoints.
+
+        That is the most that evicting could free.
+        """
+        rows = sum(lineage.rows for lineage in self.busy.values()) * self.layout.window_bytes
+        idle = sum(lineage.nbytes for lineage in self.idle.values())
+        return idle + rows + self.tree.checkpoint_bytes
 
     @property
     def writing(self) -> int:
@@ -367,10 +376,8 @@ class RamTier:
                 lineage.keep_rows(end)
             finally:
                 self.budget.release("kv", held + lacking - lineage.nbytes)
-        elif lineage.rows:
-            held = lineage.nbytes
-            lineage.slide()
-            self.budget.release("kv", held - lineage.nbytes)
+        else:
+            self.slide(lineage)
 
     def widen_rows(self, lineage: Lineage, least: int) -> None:
         """Make room in the windows of an idle lineage that has grown, or drop their rows."""
@@ -378,6 +385,13 @@ class RamTier:
             self.keep_rows(lineage, least)
             if not lineage.rows:
                 lineage.rest()
+
+    def slide(self, lineage: Lineage) -> None:
+        """Drop the rows of a lineage's windows but those that its next step needs."""
+        if lineage.rows:
+            held = lineage.nbytes
+            lineage.slide()
+            self.budget.release("kv", held - lineage.nbytes)
 
     def drop_rows(self, lineage: Lineage) -> None:
         """Drop the rows of an idle lineage's windows; checkpoints stay."""
@@ -403,12 +417,16 @@ class RamTier:
             if i >= WHOLE_LINEAGES or not lineage.whole:
                 self.shrink(lineage, force=True)
 
-    def compact_spare(self, enough: Callable[[], bool]) -> None:
+    def compact_spare(self, enough: Callable[[], bool], *, in_use: bool = True) -> None:
         """Compact idle lineages with many unused positions, until `enough()` or none is left.
 
-        The rows of sliding windows go first.
+        The rows of sliding windows go first, also those of lineages `in_use`.
         """
         self._drop_spare_rows(enough)
+        for lineage in list(self.busy.values()) if in_use else ():
+            if enough():
+                return
+            self.slide(lineage)
         for lineage in list(self.idle.values()):
             if enough():
                 return

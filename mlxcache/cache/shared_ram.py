@@ -129,9 +129,9 @@ class SharedRam:
         _, tier = min(ranked, key=lambda pair: pair[0])
         return tier.evict_once(needed)
 
-    def compact(self, size: int) -> None:
+    def compact(self, size: int, *, in_use: bool = True) -> None:
         for tier in list(self._tiers):
-            tier.compact_spare(lambda: self.budget.free >= size)
+            tier.compact_spare(lambda: self.budget.free >= size, in_use=in_use)
 
     def unload(self, size: int) -> bool:
         return self._free_idle(size - self.budget.free)

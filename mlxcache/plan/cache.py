@@ -40,19 +40,18 @@ class CountedLineage(Lineage):
 
     # the rows of its windows are those from `_begin` on, or only the last ones
 
-    @property
-    def lacking_rows(self) -> int:
+    def lacking_rows(self, end: int) -> int:
         begin = self._begin if self.rows else self._last_window
-        return max(0, self.capacity - begin - self.rows)
+        return max(0, end - begin - self.rows)
 
     @property
     def _last_window(self) -> int:
         return max(0, self.length - self._window)
 
-    def keep_rows(self) -> None:
+    def keep_rows(self, end: int) -> None:
         if not self.rows:
             self._begin = self._last_window
-        self.rows += self.lacking_rows
+        self.rows += self.lacking_rows(end)
 
     def rest(self) -> None:
         self.rows = 0

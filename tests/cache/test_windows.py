@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from mlxcache.cache.ram import STEP, rounded
 from mlxcache.model import kv
 from mlxcache.model.lineage import Lineage
 from mlxcache.types import token_ids
@@ -86,6 +87,25 @@ def test_pressure_takes_rows_before_conversations(bench: Bench, rng: np.random.G
     assert bench.kv.tree.tokens == tokens
     for ids in talks:
         assert bench.kv.reusable(token_ids([*ids, 7])) >= 601
+
+
+def test_a_turn_drops_its_own_rows_before_its_conversation(
+    bench: Bench, rng: np.random.Generator
+) -> None:
+    """Growth copies: with its rows, a lineage in use finds no room for that."""
+    ids = prompt(rng, 600)
+    first = bench.ask(ids, tokens=2, marks=(300,))
+    following = [*ids, *first.out, *prompt(rng, 700)]
+    (lineage,) = bench.kv.ram.idle.values()
+    layout, budget = bench.kv.layout, bench.kv.budget
+    grown = rounded(len(following) + STEP) - lineage.capacity
+    needed = grown * layout.bytes_per_token + lineage.capacity * layout.widest
+    kept = lineage.rows * layout.window_bytes
+    assert kept > layout.running_bytes + budget.by_kind()["checkpoints"]
+    budget.charge("images", budget.free - needed - layout.running_bytes + kept)
+    task = bench.ask(following, tokens=2, marks=(len(following) - 4,))
+    assert task.record.cached_tokens >= 600
+    assert rows(bench) == [0]
 
 
 def test_windows_slide_where_memory_is_short(toy: ToyMaker, rng: np.random.Generator) -> None:
