@@ -427,7 +427,8 @@ class KVCache:
             return
         write_behind = self.disk.write_behind
         if whole:
-            write_behind.add(lease.node, ids[: lease.node.end], lease.cached, whole=True)
+            end, parting = lease.node.end, lease.hints.parting
+            write_behind.add(lease.node, ids[:end], lease.cached, whole=True, parting=parting)
         elif lease.length - lease.written >= PERSIST_TOKENS:
             lease.written = lease.length // BLOCK * BLOCK
             write_behind.add(lease.node, ids[: lease.written])

@@ -29,7 +29,8 @@ class CacheHints:
     `conversation_key`: number of leading tokens that identify the conversation, if known. `head`:
     number of leading tokens that are tools and system prompt. `keeps`: see `tree.node.Usage`.
     `asked`: a client waits for the request; False if the server computes its prompt before a
-    request needs it. `kept`: KV is reused, and what is computed is added to the tree.
+    request needs it. `kept`: KV is reused, and what is computed is added to the tree. `parting`:
+    positions at which an edited last message and another reply part from the prompt.
     """
 
     conversation_key: int | None = None
@@ -38,6 +39,7 @@ class CacheHints:
     keeps: tuple[tuple[int, float], ...] = ()
     asked: bool = True
     kept: bool = True
+    parting: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, job: Job) -> CacheHints:
@@ -49,6 +51,7 @@ class CacheHints:
             keeps=prompt.keeps,
             asked=job.api != WARMING and not job.prompt_logprobs,
             kept=not job.prompt_logprobs,
+            parting=marks[-2:],
         )
 
 

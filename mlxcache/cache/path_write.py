@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Literal
 
 from mlxcache.cache.checkpoints import most_checkpoints
@@ -46,10 +48,11 @@ class PathWrite:
 
     `node`: the node at the path's end or one that continues it, which is locked. `wanted`: the
     checkpoints that are to be on disk. `reused`: number of leading tokens that the request reused,
-    to be counted as a use of their files. `whole`: the path ends where a request ended.
+    to be counted as a use of their files. `whole`: the path ends where a request ended. `parting`:
+    positions, ascending, at which an edited last message and another reply part from the path.
 
     `at`: position of the next token to hand to the writer. `states`: the checkpoints to write after
-    the runs; if `may_rest`, they may wait for a further turn, after which most need not be written.
+    the runs; the last `may_rest` may wait for a further turn, after which most need not be written.
     `in_flight`: number of files that the writer has got and has not written. `stopped`: it gets no
     further ones. `lost`: files on disk that the path continues were evicted, so its write is to be
     restarted.
@@ -60,10 +63,11 @@ class PathWrite:
     wanted: States
     reused: int = 0
     whole: bool = False
+    parting: Sequence[int] = ()
     stage: Stage = "new"
     at: int = 0
     states: States = field(default_factory=list)
-    may_rest: bool = False
+    may_rest: int = 0
     rests_until: float = 0.0
     in_flight: int = 0
     stopped: bool = False
@@ -81,7 +85,7 @@ class PathWrite:
     @property
     def waits(self) -> bool:
         """True if only checkpoints are left to hand over, and a further turn may come."""
-        return self.may_rest and self.at >= len(self.ids) and len(self.states) > 0
+        return self.at >= len(self.ids) and 0 < len(self.states) <= self.may_rest
 
     @property
     def restarts(self) -> bool:
@@ -103,14 +107,34 @@ class PathWrite:
             sorted({*present, *lacking}), len(self.ids), most, kept=present
         )
         self.states = [one for one in self.wanted if one[0] in lacking and one[0] not in dropped]
+        also: States = []
         if layout.keeps_rows:  # the first and the newest, as many as the new KV has bytes for
-            newest = len(self.states) - max(1, paid - 1)
-            self.states = [
-                one for i, one in enumerate(self.states) if i >= newest or (not i and paid > 1)
-            ]
-        self.may_rest = new < UNWRITTEN and new * layout.bytes_per_token < len(self.states) * size
+            every, newest = self.states, len(self.states) - max(1, paid - 1)
+            now = {at for i, (at, _) in enumerate(every) if i >= newest or (not i and paid > 1)}
+            later = self._before_parting(present, size // layout.window_bytes) - now
+            self.states = [one for one in every if one[0] in now]
+            also = [one for one in every if one[0] in later]
+        self.may_rest = len(also)
+        if new < UNWRITTEN and new * layout.bytes_per_token < len(self.states) * size:
+            self.may_rest += len(self.states)
+            self.states = sorted([*self.states, *also], key=itemgetter(0))
+        else:
+            self.states += also
         self.stage = "copying"
         self._check_end()
+
+    def _before_parting(self, present: Sequence[int], least: int) -> set[int]:
+        """Return the positions of the checkpoints from which prompts that part there continue.
+
+        One that is less than `least` tokens after another is left out.
+        """
+        held = sorted({*present, *(at for at, _ in self.wanted)})
+        found: list[int] = []
+        for parted in self.parting:
+            at = max((at for at in held if at <= parted), default=0)
+            if not found or at - found[-1] >= least:
+                found.append(at)
+        return set(found)
 
     def _check_end(self) -> None:
         if self.stage != "new" and self.at >= len(self.ids) and not self.states:
@@ -123,7 +147,7 @@ class PathWrite:
         return self.stage == "resting" and self.rests_until <= now
 
     def end_rest(self) -> None:
-        self.stage, self.may_rest = "copying", False
+        self.stage, self.may_rest = "copying", 0
 
     def forget_reuse(self) -> None:
         self.reused = 0

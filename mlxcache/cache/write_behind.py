@@ -227,11 +227,19 @@ class WriteBehind:
 
     # -- choosing what to write ------------------------------------------------------------------
 
-    def add(self, node: Node, ids: Tokens, reused: int = 0, *, whole: bool = False) -> None:
+    def add(
+        self,
+        node: Node,
+        ids: Tokens,
+        reused: int = 0,
+        *,
+        whole: bool = False,
+        parting: Sequence[int] = (),
+    ) -> None:
         """Queue a path with its checkpoints for writing, and lock `node`.
 
-        `node`: where the path ends, or a node that continues it. During a pause after a disk error
-        nothing is locked, and the path is only remembered for later.
+        `node`: where the path ends, or a node that continues it. The rest: see `PathWrite`. During
+        a pause after a disk error nothing is locked, and the path is only remembered for later.
         """
         if node is self._tree.root:
             return
@@ -242,7 +250,7 @@ class WriteBehind:
         wanted = [(each.end, each.checkpoint) for each in above if each.checkpoint is not None]
         if self.layout.specs or wanted:
             self._drop([p for p in self._paths if p.stage == "resting" and p.node in above])
-            path = PathWrite(node, ids, wanted, reused, whole)
+            path = PathWrite(node, ids, wanted, reused, whole, parting)
             self._tree.lock(node)
             self._paths.append(path)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -122,6 +123,28 @@ def test_windows_slide_where_memory_is_short(toy: ToyMaker, rng: np.random.Gener
     assert layout.bytes_per_token + layout.window_bytes > 1.2 * bench.kv.budget.used / len(ids)
     assert layout.checkpoint_bytes == window * layout.window_bytes
     bench.check()
+
+
+@pytest.mark.parametrize("bench", FAMILIES, indirect=True)
+def test_an_edited_message_and_another_reply_continue_from_the_disk(
+    bench: Bench, rng: np.random.Generator, tmp_path: Path
+) -> None:
+    """The new KV does not pay for their checkpoints, which are written when the talk rests."""
+    bench.open_disk(tmp_path)
+    window = kv.windows(bench.kv.layout.make())[0].max_size
+    ids, marks = prompt(rng, 10 * window), [100]
+    for new in (20, window + 30):
+        marks = [*marks, len(ids), len(ids) + new]
+        ids = [*ids, *prompt(rng, new + 4)]
+        ids = [*ids, *bench.ask(ids, tokens=8, marks=marks).out]
+    for at, cached in ((marks[-2], marks[-2] - 1), (marks[-1], marks[-1])):
+        bench.kv.close(20.0)
+        bench.open_disk(tmp_path)
+        other = [*ids[: at + 2], *prompt(rng, 10)]
+        task = bench.ask(other, marks=marks)
+        assert cached <= task.record.cached_tokens <= at
+        assert task.out == bench.cold(other)
+    bench.kv.close(20.0)
 
 
 def test_a_lineage_whose_release_failed_goes_with_the_next(
