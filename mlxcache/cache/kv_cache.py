@@ -264,6 +264,9 @@ class KVCache:
                 return None
             lease.state_bytes = self.layout.running_bytes
             self._continue_from(lease, state)
+            state = None  # views of windows, whose buffers larger ones may replace now
+            if not awaiting_state:
+                self.ram.keep_rows(lease.lineage, len(ids) + STEP)
             if hints.asked:
                 key = hints.conversation_key
                 uses = self.tree.count_use(self.tree.match(ids), len(ids), key)
@@ -279,8 +282,6 @@ class KVCache:
         if lease.awaiting_state or not lineage.covers(lease.cached):
             self.ram.drop_rows(lineage)
             lineage.restore(state)
-        if not lease.awaiting_state:
-            self.ram.keep_rows(lineage, len(lease.prompt) + STEP)
 
     # -- restoring ---------------------------------------------------------------------------------
 
