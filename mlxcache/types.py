@@ -65,8 +65,8 @@ def _sealed(made: npt.NDArray[np.int32]) -> Tokens:
 
 NO_TOKENS = token_ids(())
 
-GuessSource = Literal["draft", "history"]
-"""Source of drafted tokens: a draft model, or what the conversation already says."""
+GuessSource = Literal["draft", "heads", "history"]
+"""Source of drafted tokens: a draft model, the model's heads, or what the conversation says."""
 
 FinishReason = Literal[
     "stop", "stop_sequence", "length", "tool_calls", "repetition", "cancelled", "error"

@@ -20,6 +20,7 @@ from mlxcache.cache.kv_cache import KVCache
 from mlxcache.guess.rule import DraftCosts
 from mlxcache.model import kv
 from mlxcache.model.guidance.guide import Guide
+from mlxcache.model.heads import WithHeads
 from mlxcache.model.load import Loaded, ModelSpec, load
 from mlxcache.model.output import OutputParser
 from mlxcache.model.pair import Pair
@@ -31,7 +32,7 @@ from mlxcache.scheduling.decoder import DecoderRow
 from mlxcache.scheduling.parts import WHOLE, Parts
 from mlxcache.scheduling.prefill import Limits, PrefillDecodeBalance
 from mlxcache.scheduling.scheduler import Scheduler
-from mlxcache.scheduling.speculation import DraftModel, Speculation
+from mlxcache.scheduling.speculation import DraftModel, HeadsOfModel, Speculation
 from mlxcache.scheduling.task import Output, Task
 from mlxcache.store.store import Store
 from mlxcache.tree.budget import Budget
@@ -115,10 +116,13 @@ class FreeDrafts(DraftCosts):
 
 
 def drafting(model: Any, costs: DraftCosts | None = None) -> Speculation | None:
-    """Proposals of three tokens at a time if `model` has a draft model, as many as pay."""
+    """Proposals of three tokens at a time if `model` has a draft or heads, as many as pay."""
     costs = costs or FreeDrafts()
-    made_by = [DraftModel(model, costs, 3)] if isinstance(model, Pair) else []
-    return Speculation(costs, made_by) if made_by else None
+    if isinstance(model, Pair):
+        return Speculation(costs, [DraftModel(model, costs, 3)])
+    if isinstance(model, WithHeads):
+        return Speculation(costs, [HeadsOfModel(model, costs, 3)])
+    return None
 
 
 class Bench:

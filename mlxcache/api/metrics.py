@@ -110,8 +110,8 @@ cached_tokens_total  tokens.cached  Prompt tokens that were reused.
 restored_tokens_total  tokens.restored  Cached tokens that were read from disk.
 fed_tokens_total  tokens.fed  Prompt tokens that the model computed.
 generated_tokens_total  tokens.generated  Tokens of replies.
-drafted_tokens_total{source}  guesses.drafted  Tokens proposed by a draft model or the \
-conversation.
+drafted_tokens_total{source}  guesses.drafted  Tokens proposed by a draft model, heads or \
+the conversation.
 accepted_tokens_total{source}  guesses.accepted  Drafted tokens that the model generated too.
 guess_passes_total{source}  guesses.passes  Passes that checked drafted tokens.
 guess_saved_seconds{source}  guesses.saved_s  Time that drafted tokens saved, less what they cost.

@@ -39,7 +39,7 @@ class KVFiles:
 
     def copy_state(self, ids: Tokens, state: State) -> list[Tensor]:
         """Return the tensors of a checkpoint at the end of `ids`, to be written next."""
-        return serialise.state_tensors(state)
+        return serialise.state_tensors(state, self.layout.heads)
 
     def load_runs(self, lookup: DiskLookup, lineage: Lineage) -> None:
         """Append to `lineage` the next verified files that fit into one evaluation. Blocks."""

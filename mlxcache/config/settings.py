@@ -174,21 +174,21 @@ class Settings:
         None,
         read_text,
         "PATH|HUB_ID",
-        "A small model with the same tokenizer, which proposes tokens for the main one to check.",
+        "A small model with the same tokenizer, or a model's heads, which propose tokens to check.",
     )
     num_draft_tokens: int = _setting(
         3,
         read_number(1, MOST_DRAFTED, example=3),
         "N",
-        "Most tokens that the draft model proposes at once.",
+        "Most tokens that the draft model or heads propose at once.",
     )
     speculate: Literal["off", "auto", "exact"] = _setting(
         "off",
         read_speculate,
         "off|auto|exact",
-        "Guess the next tokens from what the conversation already says, and check several in one "
-        "pass where that is faster; replies stay the same, up to rounding. exact: only in passes "
-        "that round as passes over one token do.",
+        "Guess the next tokens from what the conversation already says, and by the model's heads, "
+        "and check several in one pass where that is faster; replies stay the same, up to "
+        "rounding. exact: only in passes that round as passes over one token do.",
     )
     speculate_tokens: int = _setting(
         MOST_GUESSED,

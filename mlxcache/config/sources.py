@@ -43,9 +43,13 @@ def load_settings(
     values = {name: one.value for name, one in given.items()}
     values |= _models(given)
     drafts = [one.draft_model for one in values.get("models", ())] + [values.get("draft_model")]
-    if "num_draft_tokens" in values and not any(drafts):
-        raise ConfigError("--num-draft-tokens needs a draft model: add --draft-model PATH|HUB_ID")
-    if "speculate_tokens" in values and values.get("speculate", "off") == "off":
+    guesses = values.get("speculate", "off") != "off"
+    if "num_draft_tokens" in values and not (guesses or any(drafts)):
+        raise ConfigError(
+            "--num-draft-tokens needs a draft model or heads: add --draft-model PATH|HUB_ID or "
+            "--speculate auto"
+        )
+    if "speculate_tokens" in values and not guesses:
         raise ConfigError("--speculate-tokens needs guesses to limit: add --speculate auto")
     settings = Settings(**values)
     if len(settings.models) == 1:

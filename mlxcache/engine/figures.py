@@ -49,9 +49,10 @@ class TokenCounts:
 
 @dataclass(frozen=True, slots=True)
 class BySource:
-    """A sum by the source of drafted tokens: a draft model, or the conversation."""
+    """A sum by the source of drafted tokens: a draft model, heads, or the conversation."""
 
     draft: float = 0
+    heads: float = 0
     history: float = 0
 
 

@@ -30,6 +30,7 @@ from mlxcache.mlx_thread import MlxThread
 from mlxcache.model import device, kv, serialise
 from mlxcache.model.guidance.grammar import Guides
 from mlxcache.model.guidance.thinking import ThinkingBudget, read_closing
+from mlxcache.model.heads import WithHeads
 from mlxcache.model.load import Loaded
 from mlxcache.model.mlx_lm_format import PromptCache, agrees, prompt_ids
 from mlxcache.model.output import OutputParser, reader
@@ -63,7 +64,13 @@ from mlxcache.scheduling.parts import WHOLE
 from mlxcache.scheduling.prefill import Limits
 from mlxcache.scheduling.scheduler import Scheduler
 from mlxcache.scheduling.short_passes import measure_passes, passes_key, stored_passes
-from mlxcache.scheduling.speculation import Conversations, DraftModel, Source, Speculation
+from mlxcache.scheduling.speculation import (
+    Conversations,
+    DraftModel,
+    HeadsOfModel,
+    Source,
+    Speculation,
+)
 from mlxcache.scheduling.task import Output, Task
 from mlxcache.sessions.book import ModelSessions
 from mlxcache.sessions.files import PromptCacheReader, Submit, remove_stale
@@ -271,7 +278,7 @@ class ModelRuntime:
         guesses = self.settings.speculate != "off"
         if not self.layout.rewinds and guesses:
             log.warning("model %s: no guesses: its cache cannot be rewound", self.label)
-        if not self.layout.rewinds or not (guesses or isinstance(model, Pair)):
+        if not self.layout.rewinds or not (guesses or isinstance(model, Pair | WithHeads)):
             return None
         served = model.verify if isinstance(model, Pair) else model
         part = "target" if isinstance(model, Pair) else ""
@@ -285,10 +292,14 @@ class ModelRuntime:
         if guesses:
             sources.append(Conversations(most, forms=self._result_forms))
             self._tell_costs("guesses from the conversation are on", costs)
-        if isinstance(model, Pair):
+        if isinstance(model, Pair | WithHeads):
             draft = self._measured_passes(model.propose, "draft", on_progress)
             drafting = DraftCosts(passes.curves, draft.curves, lengths)
-            sources.append(DraftModel(model, drafting, self.settings.num_draft_tokens))
+            most = self.settings.num_draft_tokens
+            if isinstance(model, Pair):
+                sources.append(DraftModel(model, drafting, most))
+            else:
+                sources.append(HeadsOfModel(model, drafting, most))
             self._tell_costs("drafts are verified", drafting)
         return Speculation(costs, sources, passes.equal)
 

@@ -163,7 +163,7 @@ def groups(model: Any, layout: Layout) -> tuple[Group, ...]:
     count = max(2, kv.first_write(kv.flatten(caches)))
     model(mx.zeros((1, count), mx.int32), cache=caches)
     counts: Counter[Group] = Counter()
-    for cache in caches:
+    for cache in caches[: len(layout.bare.make())]:
         pairs = [(slot, adapter_of(slot)) for slot in kv.flatten([cache])]
         if slots := [s for s, a in pairs if not isinstance(a, Sliced) or a.filled(s)]:
             counts[_group(slots)] += 1

@@ -18,6 +18,7 @@ from typing import Any
 from mlxcache.errors import ModelError
 from mlxcache.model.backend import PROCESSOR_FILES, choose_backend, vlm_version
 from mlxcache.model.folder import checked_config
+from mlxcache.model.heads import is_of_heads
 from mlxcache.private import replace
 
 log = logging.getLogger("mlxcache.model")
@@ -72,7 +73,7 @@ def fingerprint(
         files = [path / name for name in PROCESSOR_FILES]
         covered |= {"backend": "mlx-vlm", "mlx_vlm": vlm_version()}
         covered |= {"processor": [_read_json(file) for file in files if file.exists()]}
-    if draft is not None:
+    if draft is not None and not is_of_heads(checked_config(draft)):  # those change no KV
         covered["draft"] = fingerprint(
             draft, adapter=None, memo=memo, layout_key="", kv_format=kv_format
         )

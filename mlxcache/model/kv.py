@@ -7,7 +7,7 @@ model with a class that is unknown there is served, but nothing of it is cached.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from typing import Any
@@ -221,6 +221,8 @@ class Layout:
     cache classes without an adapter; such a model is not cached. `foreign`: classes that mlx-lm
     cannot read from a file.
     `divided`: that of one rank's part of the model; `stateful`: another rank has opaque slots.
+    `heads`: identifies the model's heads, "" if there are none. The last linear slot and the last
+    opaque one are theirs then. Files need not have them, and zeros stand for what they lack.
     """
 
     make: Callable[[], Caches]
@@ -239,6 +241,23 @@ class Layout:
     foreign: tuple[str, ...] = ()
     stateful: bool = False
     divided: bool = False
+    heads: str = ""
+
+    @property
+    def bare(self) -> Layout:
+        """What files of this model must have: its layout without heads."""
+        if not self.heads:
+            return self
+        return replace(
+            self,
+            make=lambda: self.make()[:-2],
+            linear=self.linear[:-1],
+            specs=self.specs[:-1],
+            opaque_at=self.opaque_at[:-1],
+            checkpointed=self.checkpointed[:-1],
+            states=self.states[:-1],
+            heads="",
+        )
 
     @property
     def cacheable(self) -> bool:
@@ -318,6 +337,7 @@ def survey(model: Any, *, kv_bits: int | None = None, evaluate: bool = True) -> 
         states=states,
         unknown=tuple(sorted({class_name(s) for s in slots if adapter_of(s) is None})),
         foreign=tuple(sorted({a.name for a in adapters if a is not None and not a.portable})),
+        heads=getattr(model, "heads_tag", ""),
     )
 
 

@@ -30,6 +30,7 @@ from mlxcache.model.backend import (
     takes_images,
 )
 from mlxcache.model.folder import check_files, checked_config, context_length, native_length
+from mlxcache.model.heads import WithHeads, heads_for, is_of_heads, own_heads
 from mlxcache.model.hub import Progress, here, outline, resolve, why
 from mlxcache.model.markers import is_harmony, thinks
 from mlxcache.model.pair import check_tokenizers, make_pair
@@ -61,6 +62,7 @@ class ModelSpec:
 
     `model`, `draft`: a folder or a Hub id each. `images`: let mlx-vlm, if it is installed, run a
     model that it can feed images to, although mlx-lm could run it. `id`: the name that clients see.
+    `draft` may be heads for multi-token prediction; `heads`: use those in the model's own files.
     """
 
     model: str
@@ -71,6 +73,7 @@ class ModelSpec:
     is_demo: bool = False
     draft: str | None = None
     images: bool = True
+    heads: bool = False
 
 
 Divide = Callable[[nn.Module, Mapping[str, Any]], None]
@@ -83,7 +86,8 @@ class Loaded:
 
     `config`: config.json as read by the library that runs the model. `unseen`: why it takes no
     images although its folder has the weights of a vision tower. `draft`: the folder of the draft
-    model; `model` is then a `Pair`, and `info` describes both.
+    model or heads; `model` is then a `Pair` or `WithHeads`, and `info` describes both. With heads
+    from the model's own files it is `WithHeads` too.
     """
 
     model: nn.Module
@@ -114,7 +118,7 @@ def load(
     backend = backend_of(spec, path)
     check_files(path)
     context_length(native_length(config), spec.context)  # raises before the weights are read
-    lazily = lazy or spec.draft is not None
+    lazily = lazy or spec.draft is not None or spec.heads
     model, config = _load_weights(spec, path, lazy=lazily, use=use, divide=divide)
     tokenizer = _load_tokenizer(spec, path, _eos(config) or _eos(own))
     info = replace(_info(spec, path, model, tokenizer, config), backend=backend)
@@ -127,16 +131,32 @@ def load(
 
         vision = vlm.load_vision(model, tokenizer, config, path, label=info.id)
     loaded = Loaded(model, tokenizer, config, info, path, vision, unseen=unseen)
-    if spec.draft is None:
-        return loaded
-    loaded = _with_draft(loaded, spec, spec.draft, use)
-    if not lazy:
+    if spec.draft is not None:
+        loaded = _with_draft(loaded, spec, spec.draft, use)
+    elif spec.heads:
+        loaded = _with_heads(loaded, None)
+    if lazily and not lazy:
         mx.eval(loaded.model.parameters())
     return loaded
 
 
+def _with_heads(loaded: Loaded, folder: Path | None) -> Loaded:
+    """Put the heads in `folder` on the model, or, if that is None, those in its own files."""
+    model = loaded.model
+    heads = own_heads(model, loaded.path) if folder is None else heads_for(model, folder)
+    if heads is None:
+        return loaded
+    size = sum(array.nbytes for _, array in tree_flatten(heads.parameters()))
+    info = replace(loaded.info, weights_bytes=loaded.info.weights_bytes + size)
+    return replace(loaded, model=WithHeads(model, heads), info=info, draft=folder)
+
+
 def _with_draft(loaded: Loaded, spec: ModelSpec, name: str, use: BaseUse | None) -> Loaded:
     with _of_the_draft():
+        folder = resolve(name)
+        if is_of_heads(checked_config(folder)):
+            loaded = _with_heads(loaded, folder)
+            return replace(loaded, info=replace(loaded.info, draft=model_id(name)))
         own = ModelSpec(
             name, trust_remote_code=spec.trust_remote_code, context=spec.context, images=False
         )
@@ -170,6 +190,8 @@ def estimate_bytes(spec: ModelSpec) -> int:
 def load_again(loaded: Loaded, spec: ModelSpec, use: BaseUse) -> nn.Module:
     """Return a new model like `loaded.model`, with weights that are read at their first use."""
     model, _ = _load_weights(spec, loaded.path, lazy=True, use=use)
+    if isinstance(loaded.model, WithHeads):
+        return _with_heads(replace(loaded, model=model), loaded.draft).model
     if loaded.draft is None:
         return model
     with _of_the_draft():
@@ -197,7 +219,9 @@ def _fetch(model: str, progress: Progress) -> None:
         except ModelError:
             pass  # `resolve` says why, if it fails too
         else:
-            choose_backend(checked_config(folder), model)
+            config = checked_config(folder)
+            if not is_of_heads(config):
+                choose_backend(config, model)
     resolve(model, progress=progress)
 
 

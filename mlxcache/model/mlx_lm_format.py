@@ -14,7 +14,7 @@ import base64
 import binascii
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,8 @@ class PromptCacheFile:
         check_portable(lineage.layout)
         if len(ids) != lineage.length or not lineage.whole:
             raise ValueError(f"{len(ids)} ids for a lineage of {lineage.length} tokens")
-        caches = [_as_mlx_lm(cache) for cache in lineage.caches]
+        kept = len(lineage.layout.bare.make())
+        caches = [_as_mlx_lm(cache) for cache in lineage.caches[:kept]]
         kinds: list[tuple[str, str]] = []
         self._leaves = [
             (key, _as_array(key, value, kinds))
@@ -156,7 +157,16 @@ def read_prompt_cache(path: Path, layout: Layout, stream: Any) -> PromptCache:
     except (RuntimeError, ValueError, OSError) as error:
         raise SnapshotRefused(f"{path} cannot be read: {error}") from error
     assert isinstance(arrays, dict)
-    return _Reader(header, arrays, layout).read()
+    found = _Reader(header, arrays, layout.bare).read()
+    if not layout.heads:
+        return found
+    shapes = [(1, heads, found.length, dim) for heads, dim, _ in layout.specs[-1]]
+    blank = [mx.zeros(s, spec[2]) for s, spec in zip(shapes, layout.specs[-1], strict=True)]
+    return replace(
+        found,
+        arrays=[*found.arrays, blank],
+        state=(*found.state, wire.filled(layout.states[-1])),
+    )
 
 
 def _header(path: Path) -> Header:
@@ -361,10 +371,11 @@ def _computed(model: Any, layout: Layout, ids: Tokens) -> list[list[mx.array]]:
 def _comparable(
     layout: Layout, arrays: Sequence[Sequence[mx.array]], rows: slice
 ) -> list[list[mx.array]]:
+    """Return a part of the arrays of each slot but the heads' one, whose KV files may lack."""
     slots = kv.flatten(layout.make())
     return [
         kv.sliced(slots[i]).comparable(slots[i], [array[..., rows, :] for array in held])
-        for i, held in zip(layout.linear, arrays, strict=True)
+        for i, held in zip(layout.bare.linear, arrays, strict=False)
     ]
 
 

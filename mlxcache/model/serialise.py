@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mlxcache.errors import Corrupt
-from mlxcache.model.arrays import ArraySpec, readable
+from mlxcache.model.arrays import ArraySpec, readable, tree_arrays
 from mlxcache.model.kv import Layout, State, arrays_of
 from mlxcache.model.lineage import Span
 from mlxcache.safetensors import Tensor
@@ -39,6 +39,9 @@ DTYPES: dict[str, mx.Dtype] = {
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 SKELETON = "skeleton"
+HEADS = "heads"
+"""First part of the names of tensors that files need not have."""
+
 _MOST_SKELETON = 1 << 20  # bytes
 
 Arrays = Sequence[Sequence[mx.array]]
@@ -47,6 +50,14 @@ Arrays = Sequence[Sequence[mx.array]]
 
 def run_name(slot: int, array: int) -> str:
     return f"kv.{slot}.{array}"
+
+
+def _run_names(layout: Layout) -> list[list[str]]:
+    """Return the names of a run's tensors, by slot and array."""
+    names = [[run_name(i, j) for j in range(len(spec))] for i, spec in enumerate(layout.specs)]
+    if layout.heads:
+        names[-1] = [f"{HEADS}.{layout.heads}.{j}" for j in range(len(layout.specs[-1]))]
+    return names
 
 
 def dtype_name(dtype: mx.Dtype) -> str:
@@ -88,13 +99,14 @@ def copied_run(layout: Layout, spans: Sequence[Span], out: memoryview) -> list[T
     views = _all_readable(spans)
     tensors: list[Tensor] = []
     tokens, done = spans[-1][2] - spans[0][1], 0
+    names = _run_names(layout)
     for i, spec in enumerate(layout.specs):
         for j, (heads, dim, dtype) in enumerate(spec):
             size = tokens * heads * dim * dtype.size
             data = out[done : done + size]
             rows = [_rows(span, views[id(span[0])][i][j]) for span in spans]
             _copy(np.frombuffer(data, np.uint8), rows)
-            tensors.append(Tensor(run_name(i, j), _NAMES[dtype], (tokens, heads, dim), data))
+            tensors.append(Tensor(names[i][j], _NAMES[dtype], (tokens, heads, dim), data))
             done += size
     return tensors
 
@@ -128,21 +140,21 @@ def _rows(span: Span, view: mx.array) -> npt.NDArray[Any]:
 
 
 def run_spec(layout: Layout) -> dict[str, tuple[str, tuple[int, int]]]:
-    """Return the dtype and (heads, dim) of each tensor of a run, by name."""
+    """Return the dtype and (heads, dim) of each tensor that a run must have, by name."""
     return {
         run_name(i, j): (_NAMES[dtype], (heads, dim))
-        for i, spec in enumerate(layout.specs)
+        for i, spec in enumerate(layout.bare.specs)
         for j, (heads, dim, dtype) in enumerate(spec)
     }
 
 
 def layout_key(layout: Layout) -> str:
-    """Return a text that identifies the tensors of files for a layout."""
+    """Return a text that identifies the tensors that files for a layout must have."""
     return json.dumps(
         {
-            "linear": layout.linear,
+            "linear": layout.bare.linear,
             "runs": run_spec(layout),
-            "states": repr(layout.states),
+            "states": repr(layout.bare.states),
         },
         sort_keys=True,
     )
@@ -150,15 +162,17 @@ def layout_key(layout: Layout) -> str:
 
 def load_run(path: Path, layout: Layout, stream: Any) -> list[list[mx.array]]:
     """Load a run's file as lazy arrays (tokens, heads, dim). Raises Corrupt if not of `layout`."""
-    found = _load(path, stream)
+    found, extra = _parted(_load(path, stream))
     out: list[list[mx.array]] = []
     tokens: int | None = None
-    for i, spec in enumerate(layout.specs):
+    for names, spec in zip(_run_names(layout), layout.specs, strict=True):
         slot = []
-        for j, (heads, dim, dtype) in enumerate(spec):
-            array = found.pop(run_name(i, j), None)
+        for name, (heads, dim, dtype) in zip(names, spec, strict=True):
+            array = found.pop(name, None)
+            if name.startswith(HEADS):
+                array = extra.get(name, mx.zeros((tokens or 0, heads, dim), dtype))
             if array is None or not ArraySpec((tokens, heads, dim), dtype).fits(array):
-                raise Corrupt(f"{path}: {run_name(i, j)} is missing, or not of this model's shape.")
+                raise Corrupt(f"{path}: {name} is missing, or not of this model's shape.")
             tokens = array.shape[0]
             slot.append(array)
         out.append(slot)
@@ -167,17 +181,31 @@ def load_run(path: Path, layout: Layout, stream: Any) -> list[list[mx.array]]:
     return out
 
 
+def _parted(found: dict[str, mx.array]) -> tuple[dict[str, mx.array], dict[str, mx.array]]:
+    """Return the tensors that a file must have, and the others, which may be of other heads."""
+    extra = {name: found.pop(name) for name in list(found) if name.startswith(f"{HEADS}.")}
+    return found, extra
+
+
 def row_major(arrays: Arrays, first: int, last: int) -> list[list[mx.array]]:
     """Slice tokens [first, last) of a run's arrays, lazily, to shape (1, heads, n, dim)."""
     return [[array[first:last].swapaxes(0, 1)[None] for array in slot] for slot in arrays]
 
 
-def state_tensors(state: State) -> list[Tensor]:
-    """Convert an evaluated state to tensors: first its skeleton as JSON, then its arrays."""
+def state_tensors(state: State, heads: str = "") -> list[Tensor]:
+    """Convert an evaluated state to tensors: first its skeleton as JSON, then its arrays.
+
+    `heads`: as in `Layout`.
+    """
     arrays: list[mx.array] = []
-    text = json.dumps(_fold(state, arrays), separators=(",", ":"), allow_nan=False).encode()
+    needed = state[:-1] if heads else state
+    text = json.dumps(_fold(needed, arrays), separators=(",", ":"), allow_nan=False).encode()
     skeleton = Tensor(SKELETON, "U8", (len(text),), memoryview(text))
-    return [skeleton, *to_tensors((f"state.{i}", array) for i, array in enumerate(arrays))]
+    named = [(f"state.{i}", array) for i, array in enumerate(arrays)]
+    if heads:
+        (hidden,) = tree_arrays(state[-1])
+        named.append((f"{HEADS}.{heads}", hidden))
+    return [skeleton, *to_tensors(named)]
 
 
 def _fold(value: Any, arrays: list[mx.array]) -> Any:
@@ -194,15 +222,28 @@ def _fold(value: Any, arrays: list[mx.array]) -> Any:
 
 def load_state(path: Path, layout: Layout, stream: Any) -> State:
     """Load the file of a checkpoint, as lazy arrays. Raises Corrupt if it is not of `layout`."""
-    found = _load(path, stream)
+    found, extra = _parted(_load(path, stream))
     tree = _skeleton(path, found.pop(SKELETON, None))
-    state = _unfold(tree, layout.states, found, path)
+    state = _unfold(tree, layout.bare.states, found, path)
     if found:
         raise Corrupt(f"{path} holds {min(found)}, which its skeleton does not refer to.")
+    if layout.heads:
+        state = (*state, filled(layout.states[-1], extra.get(f"{HEADS}.{layout.heads}")))
     checked = zip(layout.checkpointed, state, layout.states, strict=True)
     if not all(adapter.agrees(held, like) for adapter, held, like in checked):
         raise Corrupt(f"{path} holds a state whose numbers contradict its arrays.")
     return tuple(state)
+
+
+def filled(like: Any, array: mx.array | None = None) -> Any:
+    """Return `like` with `array` in the place of its ArraySpec, or zeros if that does not fit."""
+    if isinstance(like, tuple):
+        return tuple(filled(part, array) for part in like)
+    if not isinstance(like, ArraySpec):
+        return like
+    if array is not None and like.fits(array):
+        return array
+    return mx.zeros([n or 0 for n in like.shape], like.dtype)
 
 
 def _skeleton(path: Path, array: mx.array | None) -> Any:

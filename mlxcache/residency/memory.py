@@ -187,7 +187,8 @@ def plan_memory(
         shared.ram.make_room(limit // 8)  # for the passes that are measured
     kind, most = device.kind(), settings.prefill_chunk
     measured = cost.measure(loaded.model, layout, limit // 8, kind=kind, most=most, lineage=lineage)
-    checked = settings.num_draft_tokens if loaded.draft is not None else 0
+    drafts = loaded.draft is not None or bool(layout.heads)
+    checked = settings.num_draft_tokens if drafts else 0
     if settings.speculate != "off" and layout.rewinds:
         checked = max(checked, settings.speculate_tokens)
     if checked:  # a pass computes the logits of each of these tokens too

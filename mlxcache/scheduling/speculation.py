@@ -1,4 +1,4 @@
-"""Who proposes the tokens that passes check: a reply's own conversation, or a draft model.
+"""Who proposes the tokens that passes check: a conversation, a draft model, or a model's heads.
 
 Guesses from a conversation are made from its text alone, which is kept by owner between turns.
 Conversations share only numbers: the cost of passes, and counts of how long guesses stayed right.
@@ -23,6 +23,7 @@ from mlxcache.guess.rule import (
     Survival,
     Tries,
 )
+from mlxcache.model.heads import Draft, KnownRows, WithHeads
 from mlxcache.model.kv import eval_states
 from mlxcache.model.pair import Pair
 from mlxcache.scheduling.proposer import Draws, Proposals, Proposer
@@ -40,7 +41,12 @@ Also the most tokens of a pass that feeds them.
 
 
 class Source(Protocol):
-    """Makes the proposers of one kind for the replies of one model."""
+    """Makes the proposers of one kind for the replies of one model.
+
+    `redo`: it can propose where, after a wrong token, the right ones before it are fed again.
+    """
+
+    redo: bool
 
     def begin(self, task: Task, costs: PassCosts) -> Proposer:
         """Return the proposer of a reply. `costs`: of passes of the served model."""
@@ -66,12 +72,12 @@ class Speculation:
 
         `redo`: after a wrong token, the right ones before it are fed again.
         """
-        if not (task.job.speculate and self.sources):
+        sources = [one for one in self.sources if one.redo or not redo]
+        if not (task.job.speculate and sources):
             return None
         rule = ReplyRule(self._tries, redo=redo)
-        return Proposals(
-            task, [one.begin(task, self.costs) for one in self.sources], rule, self.costs
-        )
+        proposers = [one.begin(task, self.costs) for one in sources]
+        return Proposals(task, proposers, rule, self.costs)
 
 
 class Conversations:
@@ -81,6 +87,8 @@ class Conversations:
     as a reply would repeat them, as token ids by the text of the result; those that are not
     tokenised yet are left out.
     """
+
+    redo = True
 
     def __init__(
         self,
@@ -154,6 +162,8 @@ class DraftModel:
     temperature. `most`: most tokens that are drafted at once.
     """
 
+    redo = True
+
     def __init__(self, pair: Pair, costs: DraftCosts, most: int):
         self.pair = pair
         self.costs = costs
@@ -202,14 +212,9 @@ class DraftProposer(Proposer):
         pair.set_draft_length(lineage.caches, lineage.length - len(self._unseen))
         shown = mx.concatenate([mx.array(self._unseen, mx.uint32), newest.astype(mx.uint32)])
         self._unseen, self._ahead = [], count
-        state.ask()  # once for both models
-        drafted, states = list[mx.array](), [state.trial()]
-        for _ in range(count):
-            logits = pair.propose(shown[None], lineage.caches)[:, -1, :]
-            shown, _, _, after = states[-1].draw(logits)
-            drafted.append(shown)
-            states.append(after.seen(shown))
-        return mx.concatenate(drafted), states[1:]
+        return _drawn(
+            count, shown, state, lambda ids: pair.propose(ids[None], lineage.caches)[:, -1, :]
+        )
 
     def learn(self, checked: int, right: int) -> None:
         self._ahead = 0
@@ -244,3 +249,59 @@ class DraftProposer(Proposer):
         except BaseException:  # the KV of both models stays complete
             self._lineage.truncate(self._lineage.length - len(self._unseen))
             raise
+
+
+class HeadsOfModel:
+    """Proposes what a model's heads for multi-token prediction draw, as `DraftModel` does."""
+
+    redo = False
+
+    def __init__(self, model: WithHeads, costs: DraftCosts, most: int):
+        self.model = model
+        self.costs = costs
+        self.most = most
+        self.survival = Survival.of_drafts()
+
+    def begin(self, task: Task, costs: PassCosts) -> Proposer:
+        return HeadsProposer(self, task)
+
+
+class HeadsProposer(Proposer):
+    """Drafts of one reply by the heads, whose KV each pass of the model appends to the lineage."""
+
+    source: GuessSource = "heads"
+
+    def __init__(self, made_by: HeadsOfModel, task: Task):
+        self.task = task
+        self.costs = made_by.costs
+        self._made_by = made_by
+        self._known: KnownRows | None = None
+
+    def offer(self, most: int, ready: Sequence[int]) -> Offer:
+        chances = self._made_by.survival.chances(0, min(self._made_by.most, most))
+        return Offer(chances, self.costs.at(self.task.length), unseen=True)
+
+    def draft(self, count: int, newest: mx.array, state: Draws) -> tuple[mx.array, Sequence[Draws]]:
+        caches = self.task.held.lineage.caches
+        self._known = self._known or KnownRows(caches)
+        draft = Draft(self._made_by.model, caches, self._known)
+        try:
+            return _drawn(count, newest, state, draft.feed)
+        finally:
+            draft.end()
+
+    def learn(self, checked: int, right: int) -> None:
+        self._made_by.survival.observe(0, checked, right)
+
+
+def _drawn(
+    count: int, shown: mx.array, state: Draws, feed: Callable[[mx.array], mx.array]
+) -> tuple[mx.array, Sequence[Draws]]:
+    """Draw a draft: `feed` takes `shown`, then each drafted token, and returns the next logits."""
+    state.ask()  # once for both
+    drafted, states = list[mx.array](), [state.trial()]
+    for _ in range(count):
+        shown, _, _, after = states[-1].draw(feed(shown))
+        drafted.append(shown)
+        states.append(after.seen(shown))
+    return mx.concatenate(drafted), states[1:]

@@ -164,7 +164,17 @@ def _checked_length(index: int, leaf: LeafEntry, lengths: list[int]) -> int:
 
 _MOST_ROW = 16 << 20  # bytes of one token's KV
 _KV = re.compile(r"kv\.(0|[1-9][0-9]{0,4})\.[0-9]")
+_HEADS = re.compile(r"heads\.[0-9a-f]{8}\.[0-9]")
 _STATE = re.compile(r"checkpoint\.(0|[1-9][0-9]{0,4})\.")
+
+
+def is_optional(name: str) -> bool:
+    """Return whether `name` is that of KV of a model's heads, which a file need not have."""
+    return _HEADS.fullmatch(name) is not None
+
+
+def is_kv(name: str) -> bool:
+    return is_optional(name) or _KV.fullmatch(name) is not None
 
 
 def detect_format(path: Path) -> Literal["mlxcache", "mlx-lm"]:
@@ -227,7 +237,7 @@ def check_tensors(
         state = _STATE.match(name)
         if state is not None and int(state[1]) < len(states):
             states[int(state[1])].append(place)
-        elif _KV.fullmatch(name) and len(place.shape) > 1 and place.shape[0] == rows > 0:
+        elif is_kv(name) and len(place.shape) > 1 and place.shape[0] == rows > 0:
             kv.append(place)
         else:
             raise SnapshotRefused(
@@ -248,7 +258,8 @@ def _check(place: Place | None, dtype: str, length: int) -> None:
 def check_spec(kv: tuple[Place, ...], spec: Spec | None) -> None:
     if spec is None or not kv:
         return
-    if {place.name: (place.dtype, place.shape[1:]) for place in kv} != dict(spec):
+    found = {place.name: (place.dtype, place.shape[1:]) for place in kv}
+    if {name: kind for name, kind in found.items() if not is_optional(name)} != dict(spec):
         raise SnapshotRefused("The snapshot's KV does not have the shapes that this model caches.")
 
 

@@ -58,6 +58,7 @@ from mlxcache.store.snapshot_format import (
     check_spec,
     check_tensors,
     describe_replies,
+    is_optional,
     read_description,
     read_leaf_ids,
     read_snapshot_header,
@@ -94,15 +95,19 @@ class SnapshotKV:
     # -- for an export -----------------------------------------------------------------------------
 
     def row_kinds(self, pieces: Sequence[RunPart]) -> list[RowKind]:
-        """Return the tensors of the runs, in the snapshot's order. Corrupt if they differ."""
-        first: list[RowKind] | None = None
+        """Return the tensors that all runs have, in the snapshot's order.
+
+        Raises Corrupt if they differ in others than those of heads.
+        """
+        common: list[RowKind] | None = None
         for piece in pieces:
             places = self._header(piece.path).places
-            kind = [(place.name, place.dtype, place.shape[1:]) for place in places]
-            first = kind if first is None else first
-            if kind != first:
+            kinds = [(place.name, place.dtype, place.shape[1:]) for place in places]
+            common = kinds if common is None else common
+            if not all(is_optional(name) for name, _, _ in set(kinds) ^ set(common)):
                 raise Corrupt(f"{piece.path} holds other tensors than the rest of its session.")
-        return first or []
+            common = [kind for kind in common if kind in kinds]
+        return common or []
 
     def rows(
         self, ids: Tokens, pieces: Sequence[RunPart], name: str, start: int, end: int

@@ -51,11 +51,11 @@ class History:
         *,
         ram_tokens: int | None = None,
         longest: int = 300,
-        draft: Path | None = None,
+        **model: Any,
     ):
         self.rng = np.random.default_rng(seed)
         chunk = int(self.rng.choice([16, 64, 100]))
-        self.bench = Bench(path, chunk=chunk, concurrency=8, draft=draft)
+        self.bench = Bench(path, chunk=chunk, concurrency=8, **model)
         self.longest = longest
         layout = self.bench.kv.layout
         self.ram_tokens = ram_tokens or 1 << 20

@@ -107,7 +107,7 @@ function outcome(one) {
 
 function guessed(one) {
   if (!one.drafted_tokens) return "";
-  const from = one.guess_source === "draft" ? "a draft model" : "the conversation";
+  const from = { draft: "a draft model", heads: "heads" }[one.guess_source] ?? "the conversation";
   const saved = one.guess_saved_s;
   const time = saved < 0 ? `${seconds(-saved)} lost` : `${seconds(saved)} saved`;
   return `${count(one.accepted_tokens)} of ${count(one.drafted_tokens)} tokens from ${from} accepted, in ${plural(one.guess_passes, "pass", "passes")}: ${time}`;
