@@ -24,7 +24,7 @@ from mlxcache.errors import GenerationFailed
 from mlxcache.guess.rule import LENGTHS, PassCosts
 from mlxcache.model.load import Loaded
 from mlxcache.scheduling.short_passes import MOST_EQUAL, PASSES_FAR, PASSES_NEAR
-from mlxcache.scheduling.speculation import Speculation
+from mlxcache.scheduling.speculation import HeadsOfModel, Speculation
 from mlxcache.types import (
     Finished,
     RequestRecord,
@@ -240,6 +240,7 @@ COSTS = "Cost of a pass, in passes over one token"
 EQUAL = "Passes that give the bits of passes over one token"
 SAME = "Greedy text with guesses, compared with the text without"
 SPEED = "Speed with guesses"
+DRAFTS = "Drafts of the model's heads"
 SHOWN = (2, 4, 8, 12, 16, 32)  # tokens of the passes whose cost is reported
 
 AGAIN, NEW = "text that was said before", "new text"
@@ -275,12 +276,25 @@ async def speculation(model: Path, folder: Path, scale: Scale, found: Findings) 
         compared = await _compare_guessed(inside, guesses, scale, found)
         for run in range(scale.runs):
             await _measure_speed(inside, scale, run, found)
+        for source in guesses.sources:
+            if isinstance(source, HeadsOfModel):
+                _report_heads(source, found)
     ratio = found.tables[SPEED][NEW]["by that without guesses"].median
     short = "a quick run's replies are too short" if scale.quick else None
     found.hold(
         "new text with guesses, by its speed without", ratio, LEAST, least=True, why_not=short
     )
     compared.end()
+
+
+def _report_heads(heads: HeadsOfModel, found: Findings) -> None:
+    """Add the cost of passes that check drafts, and how often all tokens of these were right."""
+    for count, chance in enumerate(heads.survival.chances(0, heads.most), 1):
+        row = f"{count} tokens"
+        found.add(DRAFTS, row, "all right", "%", 100 * chance)
+        for cached in (PASSES_NEAR, PASSES_FAR):
+            cost = heads.costs.at(cached)(1 + count)
+            found.add(DRAFTS, row, f"passes over one token, after {cached:,}", "", cost)
 
 
 async def _compare_guessed(

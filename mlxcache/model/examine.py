@@ -24,6 +24,7 @@ from mlxcache.model import kv
 from mlxcache.model.adapters import Checkpointed, Kind, Sliced, adapter_of, class_name
 from mlxcache.model.backend import Backend, choose_backend, may_see, takes_images
 from mlxcache.model.folder import context_length, native_length
+from mlxcache.model.heads import in_files
 from mlxcache.model.hub import here, outline
 from mlxcache.model.kv import Layout
 from mlxcache.model.load import ModelSpec, load, why_unseen
@@ -52,7 +53,8 @@ class Examined:
     """Description, cache layout and groups of layers of a model, from its files.
 
     `unquantised`, `undrafted`, `unseen`: why its KV cannot be quantised, it cannot be used with a
-    draft model, its images are not fed; None if they can, and if it has no vision tower.
+    draft model, its images are not fed; None if they can, and if it has no vision tower. `heads`:
+    its files have heads for multi-token prediction.
     """
 
     info: ModelInfo
@@ -61,6 +63,7 @@ class Examined:
     unquantised: str | None = None
     undrafted: str | None = None
     unseen: str | None = None
+    heads: bool = False
 
 
 def examine(spec: ModelSpec, kv_bits: int | None = None, *, needs_weights: bool = True) -> Examined:
@@ -82,19 +85,21 @@ def examine(spec: ModelSpec, kv_bits: int | None = None, *, needs_weights: bool 
         bare = folder is not None and not needs_weights and not any(folder.glob("*.safetensors"))
         if bare or here(spec.model) is None:
             path, weights = outline(spec.model) if folder is None else (folder, None)
-            model, info = _outlined(spec, path, weights)
+            model, info, has_heads = *_outlined(spec, path, weights), False
             unseen = why_unseen(spec, load_config(path)) if info.backend == "mlx-lm" else None
         else:
             loaded = load(spec, lazy=True)
             model, unseen = loaded.model, loaded.unseen
             info = replace(loaded.info, has_images=loaded.vision is not None)
+            has_heads = in_files(loaded.path)
         layout = kv.survey(model, kv_bits=kv_bits, evaluate=False)
         unquantised = _unquantised(model)
         if info.has_images and info.backend == "mlx-vlm":  # mlx-lm may run it without images
             with suppress(ModelError):
                 unquantised = examine(replace(spec, images=False)).unquantised
-        undrafted = f"this model has {', '.join(found)}." if (found := unfit(model)) else None
-        return Examined(info, layout, groups(model, layout), unquantised, undrafted, unseen)
+        undrafted = f"this model has {', '.join(names)}." if (names := unfit(model)) else None
+        found = groups(model, layout)
+        return Examined(info, layout, found, unquantised, undrafted, unseen, has_heads)
     except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
         raise ModelError(f"{spec.model} cannot be fed: {type(error).__name__}: {error}") from error
 

@@ -27,6 +27,7 @@ from mlx_lm.utils import infer_quant_config
 
 from mlxcache.errors import ModelError
 from mlxcache.model import kv
+from mlxcache.model.folder import tensor_names
 from mlxcache.model.kv import Caches
 
 log = logging.getLogger("mlxcache.model")
@@ -209,18 +210,18 @@ def is_of_heads(config: Mapping[str, Any]) -> bool:
     return config.get("model_type") == "qwen3_5_mtp"
 
 
-def has_heads(model: nn.Module) -> bool:
-    """Return whether heads for multi-token prediction can be put on `model`."""
-    return isinstance(model, qwen3_5.Model)
+def in_files(folder: Path) -> bool:
+    """Return whether the weight files in `folder` have heads. Raises OSError."""
+    files = folder.glob("model*.safetensors")
+    return any("mtp." in name for file in files for name in tensor_names(file) or ())
 
 
 def own_heads(model: nn.Module, folder: Path) -> Heads | None:
     """Return the heads in the files of the model in `folder`, lazily; None if there are none."""
-    weights = _read(folder, "model*.safetensors", own=True) if has_heads(model) else {}
-    if not weights:
+    if not isinstance(model, qwen3_5.Model) or not in_files(folder):
         return None
     try:
-        return _made(model, weights)
+        return _made(model, _read(folder, "model*.safetensors", own=True))
     except ModelError as error:
         log.warning("%s: its heads for multi-token prediction are not used: %s", folder, error)
         return None
@@ -228,7 +229,7 @@ def own_heads(model: nn.Module, folder: Path) -> Heads | None:
 
 def heads_for(model: nn.Module, folder: Path) -> Heads:
     """Load heads for `model` from their own folder, lazily. Raises ModelError if they don't fit."""
-    if not has_heads(model):
+    if not isinstance(model, qwen3_5.Model):
         raise ModelError(f"{folder} has heads of Qwen 3.5, which is not what mlx-lm runs here.")
     return _made(model, _read(folder, "*.safetensors", own=False))
 

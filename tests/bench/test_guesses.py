@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from mlxcache.bench.context import QUICK
-from mlxcache.bench.equality import AGAIN, COSTS, NEW, SAME, SPEED, Unequal, speculation
+from mlxcache.bench.equality import AGAIN, COSTS, DRAFTS, NEW, SAME, SPEED, Unequal, speculation
 from mlxcache.bench.findings import Findings, NotApplicable
 from mlxcache.bench.random_model import make_random
 from mlxcache.model.recurrence import Tape
 from tests.conftest import ToyMaker
+from tests.scheduling.heads import add_heads
 
 SCALE = replace(QUICK, equal=(60,), reply=24, decode=(60,))
 
@@ -51,3 +52,14 @@ def test_a_model_that_cannot_guess_is_left_out(toy: ToyMaker, tmp_path: Path) ->
     found = Findings("speculation", "")
     with pytest.raises(NotApplicable, match="nothing is guessed"):
         asyncio.run(speculation(toy("llama4"), tmp_path / "cache", SCALE, found))
+
+
+@pytest.mark.slow
+def test_drafts_of_heads_are_measured(toy: ToyMaker, tmp_path: Path) -> None:
+    """Of heads that are hardly ever right some are tried, and the text is the same."""
+    model, found = add_heads(toy("qwen3_5"), tmp_path / "toy"), Findings("speculation", "")
+    asyncio.run(speculation(model, tmp_path / "cache", SCALE, found))
+    rows = found.tables[DRAFTS]
+    assert list(rows) == ["1 tokens", "2 tokens", "3 tokens"]
+    assert rows["1 tokens"]["all right"].median < 70
+    assert rows["3 tokens"]["passes over one token, after 256"].median > 1

@@ -25,6 +25,7 @@ from mlxcache.config import Settings
 from mlxcache.config.models import ModelEntry
 from mlxcache.model.examine import Examined, examine
 from mlxcache.model.load import ModelSpec
+from tests.scheduling.heads import add_heads
 from tests.served import served
 from tests.toys.adapter import make_adapter
 
@@ -408,6 +409,21 @@ def test_a_model_is_shown_with_what_sessions_cost(
 
 def values(report: Report, name: str) -> list[str]:
     return [one.value for one in report.findings if one.name == name]
+
+
+def test_heads_in_a_models_files_are_told(toy: Any, tmp_path: Path) -> None:
+    """And whether they are used."""
+    model = add_heads(toy("qwen3_5"), tmp_path / "toy")
+    settings = Settings(model=str(model), cache_dir=tmp_path, ram="1GB", disk="off")
+    for chosen, told in (
+        (settings, "see --speculate auto"),
+        (replace(settings, speculate="auto"), "draft tokens"),
+    ):
+        (value,) = values(run_checks(chosen, quick=True, shown=False), "heads")
+        assert told in value
+    assert not values(
+        run_checks(replace(settings, model=str(toy("llama"))), quick=True, shown=False), "heads"
+    )
 
 
 def test_each_of_several_models_is_examined(

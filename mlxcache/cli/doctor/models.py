@@ -176,6 +176,10 @@ def examine_fit(found: Examined, fit: Fit) -> list[Finding]:
     findings = [Finding("model", "ok", value)]
     if found.unseen is not None:
         findings.append(Finding("images", "ok", f"not fed to this model: {found.unseen}"))
+    if found.heads:
+        use = "draft tokens" if found.layout.heads else "not used"
+        why = "" if found.layout.heads else ": see --speculate auto"
+        findings.append(Finding("heads", "ok", f"for multi-token prediction, {use}{why}"))
     longest, own = min(fit.longest, info.context_length), info.context_length
     part = f"{longest:,} of the model's" if longest < own else "all of the model's"
     remedy = "raise --ram, or serve a model with fewer bits or fewer layers"
