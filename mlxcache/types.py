@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Never, cast, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Never, cast, get_args, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -407,14 +407,35 @@ class ModelInfo:
 
 
 @dataclass(slots=True)
+class Guessed:
+    """Drafted tokens of one source, those accepted, and passes of the model that checked them.
+
+    `saved_s`: the seconds saved by them, below 0 if they cost more.
+    """
+
+    drafted: int = 0
+    accepted: int = 0
+    passes: int = 0
+    saved_s: float = 0.0
+
+    def note_pass(self, checked: int, right: int) -> None:
+        self.drafted += checked
+        self.accepted += right
+        self.passes += 1
+
+    def note_saved(self, seconds: float) -> None:
+        self.saved_s = round(self.saved_s + seconds, 6)
+
+
+@dataclass(slots=True)
 class RequestRecord:
     """Numbers of one request so far. Times are in seconds.
 
-    `guess_passes`: passes of the model that checked drafted tokens, and `guess_saved_s` the seconds
-    saved by them, below 0 if they cost more. `timing`: durations by name, such as `render_s` or
-    `decode_s`. `lost`: description of a prefix loss as in `GET /v1/requests`. `joined`: id of the
-    running request whose reply this one shares. `model`: label of the model. `session`: label of
-    its session, or the id if there is none; `session_id`: the id, if there is a label.
+    `guesses`: has all sources from the start, as other threads read it. `timing`: durations by
+    name, such as `render_s` or `decode_s`. `lost`: description of a prefix loss as in
+    `GET /v1/requests`. `joined`: id of the running request whose reply this one shares. `model`:
+    label of the model. `session`: label of its session, or the id if there is none; `session_id`:
+    the id, if there is a label.
     """
 
     id: str
@@ -428,11 +449,9 @@ class RequestRecord:
     restored_tokens: int = 0
     fed_tokens: int = 0
     generated_tokens: int = 0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
-    guess_source: GuessSource | None = None
-    guess_passes: int = 0
-    guess_saved_s: float = 0.0
+    guesses: dict[GuessSource, Guessed] = field(
+        default_factory=lambda: {source: Guessed() for source in get_args(GuessSource)}
+    )
     timing: dict[str, float] = field(default_factory=dict)
     finish_reason: FinishReason | None = None
     error: str | None = None
@@ -442,6 +461,28 @@ class RequestRecord:
     joined: str | None = None
     model: str | None = None
     session_id: str | None = None
+
+    @property
+    def drafted_tokens(self) -> int:
+        return sum(one.drafted for one in self.guesses.values())
+
+    @property
+    def accepted_tokens(self) -> int:
+        return sum(one.accepted for one in self.guesses.values())
+
+    @property
+    def guess_passes(self) -> int:
+        return sum(one.passes for one in self.guesses.values())
+
+    @property
+    def guess_saved_s(self) -> float:
+        return round(sum(one.saved_s for one in self.guesses.values()), 6)
+
+    @property
+    def guess_source(self) -> GuessSource | None:
+        """Return the source whose tokens most passes checked."""
+        source, most = max(self.guesses.items(), key=lambda pair: pair[1].passes)
+        return source if most.passes else None
 
 
 @dataclass(slots=True)

@@ -66,15 +66,6 @@ class Guesses:
     saved_s: BySource = field(default_factory=BySource)
 
 
-GUESSES = {
-    "drafted": "drafted_tokens",
-    "accepted": "accepted_tokens",
-    "passes": "guess_passes",
-    "saved_s": "guess_saved_s",
-}
-"""Names in `Guesses`, each with the field of `RequestRecord` whose values it adds up."""
-
-
 @dataclass(frozen=True, slots=True)
 class Saved:
     """Cached tokens, and the seconds that computing them would have taken at the measured speed."""
@@ -105,12 +96,14 @@ class Totals:
         self.requests = _plus(self.requests, total=1, **{reuse_of(record): 1})
         counts = {one.name: getattr(record, f"{one.name}_tokens") for one in fields(TokenCounts)}
         self.tokens = _plus(self.tokens, **counts)
-        if (source := record.guess_source) is not None:
-            sums = {
-                name: _plus(getattr(self.guesses, name), **{source: getattr(record, counted)})
-                for name, counted in GUESSES.items()
-            }
-            self.guesses = Guesses(**sums)
+        sums = {
+            one.name: _plus(
+                getattr(self.guesses, one.name),
+                **{source: getattr(found, one.name) for source, found in record.guesses.items()},
+            )
+            for one in fields(Guesses)
+        }
+        self.guesses = Guesses(**sums)
         if record.api != WARMING:
             self.saved = _plus(self.saved, tokens=figures.saved_tokens, seconds=figures.saved_s)
         for rule in record.canonicalised:

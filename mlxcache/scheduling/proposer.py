@@ -158,6 +158,7 @@ class Proposals:
         self._chosen = proposers[0]
         self._rule = rule
         self._costs = costs
+        self._saved = {one.source: 0.0 for one in proposers}
         self._stopped = False
 
     @property
@@ -173,13 +174,19 @@ class Proposals:
         if self._stopped or self._task.may_steer(STEERS_WITHIN):
             most = 0
         offers = [one.offer(max(0, most), ready) for one in self._proposers]
+        before = self._rule.saved
         index, count = self._rule.choose(offers, again)
         for number, one in enumerate(self._proposers):
             if count and number == index:
                 self._chosen = one
+                self._saved[one.source] += self._rule.saved - before
             else:
-                self._rule.pay(one.pass_over())
+                self._pay(one, one.pass_over())
         return count
+
+    def _pay(self, proposer: Proposer, cost: float) -> None:
+        self._rule.pay(cost)
+        self._saved[proposer.source] -= cost
 
     def draft(self, count: int, newest: mx.array, state: Draws) -> tuple[mx.array, Sequence[Draws]]:
         return self._chosen.draft(count, newest, state)
@@ -195,7 +202,9 @@ class Proposals:
             for other in self._proposers if plain else ():
                 if other.costs is not costs:
                     other.costs.observe(1, ended.seconds, cached)
+        before = self._rule.saved
         self._rule.note_pass(cost, ended.right, plain=plain)
+        self._saved[self._chosen.source] += self._rule.saved - before
         if ended.checked:
             self._chosen.learn(ended.checked, ended.right)
 
@@ -217,8 +226,9 @@ class Proposals:
         for one in self._proposers:
             one.rewind(cut)
 
-    def end(self) -> float:
-        """End the reply, or its present computation; return the seconds saved."""
+    def end(self) -> dict[GuessSource, float]:
+        """End the reply, or its present computation; return the seconds saved by each source."""
         for one in self._proposers:
             one.end()
-        return self._rule.saved * self._costs.seconds(self._task.length)
+        seconds = self._costs.seconds(self._task.length)
+        return {source: saved * seconds for source, saved in self._saved.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -318,15 +318,12 @@ class Task:
         self.phase_began = now
 
     def note_pass(self, source: GuessSource, checked: int, right: int) -> None:
-        record = self.record
         if checked:
-            record.guess_source = source
-            record.drafted_tokens += checked
-            record.accepted_tokens += right
-            record.guess_passes += 1
+            self.record.guesses[source].note_pass(checked, right)
 
-    def note_saved(self, seconds: float) -> None:
-        self.record.guess_saved_s = round(self.record.guess_saved_s + seconds, 6)
+    def note_saved(self, seconds: Mapping[GuessSource, float]) -> None:
+        for source, saved in seconds.items():
+            self.record.guesses[source].note_saved(saved)
 
     def may_steer(self, within: int) -> bool:
         return self.output is not None and self.output.may_steer(within)

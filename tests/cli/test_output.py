@@ -10,7 +10,7 @@ from rich.console import Console
 from mlxcache.cli.log import ConsoleHandler, log_line
 from mlxcache.cli.output import loading_bar, reporting
 from mlxcache.errors import ConfigError, ModelError
-from mlxcache.types import RequestRecord
+from mlxcache.types import Guessed, RequestRecord
 
 
 def plain() -> Console:
@@ -54,9 +54,10 @@ def test_a_request_is_one_line_with_every_figure():
 
 
 def test_guesses_are_told_with_what_they_saved() -> None:
-    one = record(generated_tokens=101, drafted_tokens=80, accepted_tokens=60, guess_passes=9)
+    one = record(generated_tokens=101)
+    one.guesses |= {"heads": Guessed(50, 40, 5), "history": Guessed(30, 20, 4)}
     assert "generated 101 (60 of 80 drafts accepted in 9 passes, 0.00 s saved)" in log_line(one)
-    one.guess_saved_s = -0.25
+    one.guesses["history"].saved_s = -0.25
     assert "in 9 passes, 0.25 s lost)" in log_line(one)
 
 

@@ -9,7 +9,6 @@ import mlx.core as mx
 import pytest
 
 from mlxcache.engine.engine import Engine
-from mlxcache.engine.figures import GUESSES
 from mlxcache.engine.runtime import ModelRuntime
 from mlxcache.guess.rule import LENGTHS, PassCosts, Passes
 from mlxcache.model import kv
@@ -115,8 +114,8 @@ async def test_a_server_checks_guesses_and_counts_them(
         assert len({text for _, text in replies}) == 1
         figures = engine.figures()
         counted = figures["guesses"]
-        for name, field in GUESSES.items():
-            total = sum(getattr(record, field) for record in records)
+        for name in ("drafted", "accepted", "passes", "saved_s"):
+            total = sum(getattr(record.guesses["history"], name) for record in records)
             assert counted[name]["history"] == pytest.approx(total)
             assert counted[name]["draft"] == 0
         assert [record.guess_source for record in records[1:]] == ["history", None]

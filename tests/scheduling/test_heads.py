@@ -93,6 +93,10 @@ def test_a_conversation_and_heads_take_turns(
     task = fast.ask(ids, tokens=90)
     assert task.out == plain.out
     check_kv(fast, task, ids + task.out)
+    record = task.record
+    counts = [record.guesses[source] for source in ("heads", "history")]
+    assert all(one.accepted for one in counts)
+    assert sum(one.drafted for one in counts) == record.drafted_tokens
 
 
 @pytest.mark.parametrize(
