@@ -221,7 +221,7 @@ def own_heads(model: nn.Module, folder: Path) -> Heads | None:
     if not isinstance(model, qwen3_5.Model) or not in_files(folder):
         return None
     try:
-        return _made(model, _read(folder, "model*.safetensors", own=True))
+        return _made(model, folder, own=True)
     except ModelError as error:
         log.warning("%s: its heads for multi-token prediction are not used: %s", folder, error)
         return None
@@ -231,12 +231,12 @@ def heads_for(model: nn.Module, folder: Path) -> Heads:
     """Load heads for `model` from their own folder, lazily. Raises ModelError if they don't fit."""
     if not isinstance(model, qwen3_5.Model):
         raise ModelError(f"{folder} has heads of Qwen 3.5, which is not what mlx-lm runs here.")
-    return _made(model, _read(folder, "*.safetensors", own=False))
+    return _made(model, folder, own=False)
 
 
-def _read(folder: Path, pattern: str, *, own: bool) -> dict[str, mx.array]:
+def _read(folder: Path, *, own: bool) -> dict[str, mx.array]:
     found: dict[str, mx.array] = {}
-    for file in sorted(folder.glob(pattern)):
+    for file in sorted(folder.glob("model*.safetensors")):
         arrays = mx.load(str(file))
         assert isinstance(arrays, dict)
         for name, array in arrays.items():
@@ -246,11 +246,11 @@ def _read(folder: Path, pattern: str, *, own: bool) -> dict[str, mx.array]:
     return found
 
 
-def _made(model: Any, weights: dict[str, mx.array]) -> Heads:
+def _made(model: Any, folder: Path, *, own: bool) -> Heads:
     text = model.language_model
     heads = Heads(text.args)
     try:
-        weights = _with_norms(_with_experts(weights))
+        weights = _with_norms(_with_experts(_read(folder, own=own)))
         nn.quantize(
             heads,
             class_predicate=lambda path, module: (
@@ -260,7 +260,7 @@ def _made(model: Any, weights: dict[str, mx.array]) -> Heads:
             ),
         )
         heads.load_weights(list(weights.items()))
-    except (ValueError, KeyError, IndexError) as error:
+    except (ValueError, LookupError, RuntimeError) as error:
         raise ModelError(f"the weights do not fit this model: {error}") from error
     heads.set_dtype(text.model.norm.weight.dtype)
     heads.tag = _tag(heads)

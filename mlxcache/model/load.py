@@ -30,7 +30,7 @@ from mlxcache.model.backend import (
     takes_images,
 )
 from mlxcache.model.folder import check_files, checked_config, context_length, native_length
-from mlxcache.model.heads import WithHeads, heads_for, is_of_heads, own_heads
+from mlxcache.model.heads import WithHeads, heads_for, in_files, is_of_heads, own_heads
 from mlxcache.model.hub import Progress, here, outline, resolve, why
 from mlxcache.model.markers import is_harmony, thinks
 from mlxcache.model.pair import check_tokenizers, make_pair
@@ -145,6 +145,8 @@ def _with_heads(loaded: Loaded, folder: Path | None) -> Loaded:
     model = loaded.model
     heads = own_heads(model, loaded.path) if folder is None else heads_for(model, folder)
     if heads is None:
+        if loaded.info.backend == "mlx-vlm" and in_files(loaded.path):
+            log.info("%s: mlx-vlm runs it, so its heads for drafts are not used", loaded.info.id)
         return loaded
     size = sum(array.nbytes for _, array in tree_flatten(heads.parameters()))
     info = replace(loaded.info, weights_bytes=loaded.info.weights_bytes + size)

@@ -164,8 +164,10 @@ def test_heads_of_another_model_are_refused(
         load(ModelSpec(str(toy_llama), draft=str(folder)))
     (folder / "model.safetensors").unlink()
     mx.save_safetensors(str(folder / "model.safetensors"), {"fc.weight": mx.zeros((3, 3))})
-    with pytest.raises(ModelError, match="do not fit"):
-        load(ModelSpec(str(toy_qwen3_5), draft=str(folder)))
+    for _ in range(2):
+        with pytest.raises(ModelError, match="do not fit"):
+            load(ModelSpec(str(toy_qwen3_5), draft=str(folder)))
+        (folder / "model.safetensors").write_bytes(b"cut off")
 
 
 def test_a_model_without_heads_is_loaded_as_ever(toy_qwen3_5: Path) -> None:

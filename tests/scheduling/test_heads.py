@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,15 @@ from tests.scheduling.guesses import speculating
 from tests.scheduling.heads import add_heads, drafted, oracle, with_heads
 from tests.scheduling.history import live
 from tests.scheduling.matrix import settled
-from tests.scheduling.test_verifier import SAMPLINGS, check_end, check_kept, check_kv, foretold
+from tests.scheduling.test_scarce import NO_MEMORY, at_passes
+from tests.scheduling.test_verifier import (
+    PENALISED,
+    SAMPLINGS,
+    check_end,
+    check_kept,
+    check_kv,
+    foretold,
+)
 from tests.store.session_of import session, snapshot_in
 
 
@@ -233,6 +242,30 @@ def test_prompt_caches_of_mlx_lm_have_no_heads(headed: Path, tmp_path: Path) -> 
     assert not mx.any(found.arrays[-1][0]).item()
     assert [array.shape[2] for array in found.arrays[-1]] == [100, 100]
     assert len(found.state) == len(layout.states)
+
+
+def test_a_pass_without_memory_is_tried_again(
+    headed: Path,
+    right: Callable[[float], None],
+    rng: np.random.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Though it has written to all slots; then nothing more is drafted in the reply."""
+    right(0.3)
+    ids, fast, chosen, feed = prompt(rng, 60), drafted(headed), at_passes(9), WithHeads.__call__
+    plain = Bench(headed).ask(ids, tokens=60, sampling=PENALISED)
+
+    def failing(model: WithHeads, tokens: mx.array, cache: Any, **inputs: mx.array) -> mx.array:
+        logits = feed(model, tokens, cache, **inputs)
+        if chosen(tokens):
+            raise copy(NO_MEMORY)
+        return logits
+
+    monkeypatch.setattr(WithHeads, "__call__", failing)
+    task = fast.ask(ids, tokens=60, sampling=PENALISED)
+    assert task.out == plain.out
+    assert 5 < task.record.drafted_tokens < 40
+    check_kv(fast, task, ids + task.out)
 
 
 @pytest.mark.parametrize("ram_tokens", [None, 500])

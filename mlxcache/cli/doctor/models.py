@@ -177,9 +177,9 @@ def examine_fit(found: Examined, fit: Fit) -> list[Finding]:
     if found.unseen is not None:
         findings.append(Finding("images", "ok", f"not fed to this model: {found.unseen}"))
     if found.heads:
-        use = "draft tokens" if found.layout.heads else "not used"
-        why = "" if found.layout.heads else ": see --speculate auto"
-        findings.append(Finding("heads", "ok", f"for multi-token prediction, {use}{why}"))
+        by = "see --speculate auto" if info.backend == "mlx-lm" else f"{info.backend} runs it"
+        use = "draft tokens" if found.layout.heads else f"not used: {by}"
+        findings.append(Finding("heads", "ok", f"for multi-token prediction, {use}"))
     longest, own = min(fit.longest, info.context_length), info.context_length
     part = f"{longest:,} of the model's" if longest < own else "all of the model's"
     remedy = "raise --ram, or serve a model with fewer bits or fewer layers"
