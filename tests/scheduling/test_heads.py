@@ -55,7 +55,11 @@ def right(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     return make
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
+def slow(*values: Any) -> list[Any]:
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
+@pytest.mark.parametrize("sampling", [*slow(*SAMPLINGS[:3]), SAMPLINGS[3]])
 def test_a_reply_is_the_one_without_heads(
     headed: Path, right: Callable[[float], None], rng: np.random.Generator, sampling: Sampling
 ) -> None:
@@ -71,7 +75,7 @@ def test_a_reply_is_the_one_without_heads(
     check_kept(fast, task)
 
 
-@pytest.mark.parametrize("how", ["limit", "stop", "cancel"])
+@pytest.mark.parametrize("how", [*slow("limit", "stop"), "cancel"])
 def test_a_reply_ends_within_a_draft(
     headed: Path, right: Callable[[float], None], rng: np.random.Generator, how: str
 ) -> None:
@@ -112,9 +116,11 @@ def test_a_conversation_and_heads_take_turns(
     "claim",
     [
         test_matrix.test_the_next_turn,
-        test_matrix.test_an_edited_message_in_the_middle,
-        test_matrix.test_cancelled_in_prefill,
-        test_matrix.test_forked,
+        *slow(
+            test_matrix.test_an_edited_message_in_the_middle,
+            test_matrix.test_cancelled_in_prefill,
+            test_matrix.test_forked,
+        ),
     ],
 )
 def test_what_clients_do_is_as_right_and_warm(
@@ -125,7 +131,8 @@ def test_what_clients_do_is_as_right_and_warm(
 
 
 @pytest.mark.parametrize(
-    "claim", [test_matrix.test_restarted, test_matrix.test_evicted_and_restored_from_disk]
+    "claim",
+    [test_matrix.test_restarted, *slow(test_matrix.test_evicted_and_restored_from_disk)],
 )
 def test_what_the_disk_keeps_is_as_right_and_warm(
     headed: Path, right: Callable[[float], None], tmp_path: Path, claim: Callable[..., None]
@@ -268,7 +275,7 @@ def test_a_pass_without_memory_is_tried_again(
     check_kv(fast, task, ids + task.out)
 
 
-@pytest.mark.parametrize("ram_tokens", [None, 500])
+@pytest.mark.parametrize("ram_tokens", [*slow(None), 500])
 def test_a_random_history(
     headed: Path, right: Callable[[float], None], ram_tokens: int | None
 ) -> None:
@@ -290,7 +297,7 @@ def test_a_budget_without_room_for_drafts_still_serves(
     assert task.out == Bench(headed).ask(ids, tokens=200).out[: len(task.out)]
 
 
-def test_the_slot_is_right_to_the_bit_wherever_chunks_end(headed: Path) -> None:
+def test_the_slot_is_the_same_wherever_chunks_end(headed: Path) -> None:
     """Position i holds the KV of token i and of the hidden state before it."""
     model = with_heads(headed).model
     layout = kv.survey(model)
