@@ -115,11 +115,12 @@ def copied(state: State) -> State:
 def restore(slots: Sequence[Any], state: State | None) -> None:
     """Copy `state` into the opaque slots; None leaves them as they are."""
     if state is not None:
-        _set(slots, copied(state))
+        take_over(slots, copied(state))
 
 
-def _set(slots: Sequence[Any], state: State) -> None:
-    """Set the opaque slots to the evaluated `state`, which nobody may write to afterwards."""
+def take_over(slots: Sequence[Any], state: State) -> None:
+    """Evaluate `state` and set the opaque slots to it; nobody may write to it afterwards."""
+    mx.eval(tree_arrays(state))
     for (slot, adapter), new in zip(_checkpointed(slots), state, strict=True):
         adapter.set_state(slot, new)
 

@@ -281,9 +281,9 @@ class Lineage:
         """Set the opaque slots to a copy of `state`, from `capture`; None changes nothing."""
         kv.restore(self.slots, state)
 
-    def set_state(self, state: State | None) -> None:
-        """Set the opaque slots to a copy of `state`, which comes from disk."""
-        kv.restore(self.slots, state)
+    def set_state(self, state: State) -> None:
+        """Set the opaque slots to `state`, which comes from disk and is not used elsewhere."""
+        kv.take_over(self.slots, state)
 
     def go_on_to(self, state: State) -> None:
         """Set the opaque slots to a copy of `state`, that of a row of a batch that went on."""
