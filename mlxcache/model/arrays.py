@@ -10,12 +10,13 @@ import mlx.core as mx
 
 
 def copied(array: mx.array) -> mx.array:
-    """Copy `array` lazily into a buffer of its own.
+    """Copy `array` lazily into a buffer of its own, in row-major order.
 
     `mx.contiguous` and assignment to a full slice may share the buffer instead, and a small view
-    would then keep a large buffer alive.
+    would then keep a large buffer alive. A product alone keeps the order of a transposed array,
+    such as the keys that a model has just computed.
     """
-    return array * mx.array(1, array.dtype)
+    return mx.contiguous(array * mx.array(1, array.dtype))
 
 
 def zeros(shape: Sequence[int], dtype: mx.Dtype) -> mx.array:

@@ -147,6 +147,23 @@ def test_an_edited_message_and_another_reply_continue_from_the_disk(
     bench.kv.close(20.0)
 
 
+def test_a_state_within_the_first_chunk_is_written(
+    bench: Bench, rng: np.random.Generator, tmp_path: Path
+) -> None:
+    """There a window that slides may hold the keys as the model has computed them, transposed."""
+    ids = prompt(rng, bench.chunk + 30)
+    layout = bench.kv.layout
+    ram = 2000 * layout.bytes_per_token + 12 * layout.checkpoint_bytes + (1 << 16)
+    disk = bench.open_disk(tmp_path, ram=ram, pending=1 << 16)
+    budget = bench.kv.budget
+    budget.charge("images", int(0.8 * budget.limit) - budget.used)
+    bench.ask(ids, marks=(29, len(ids) - 4))
+    assert rows(bench) == [0]
+    assert disk.write_behind.drain(20.0) == 0
+    assert disk.write_behind.works
+    bench.kv.close(20.0)
+
+
 def test_a_lineage_whose_release_failed_goes_with_the_next(
     bench: Bench, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
