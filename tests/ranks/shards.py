@@ -104,7 +104,7 @@ class Fed:
 
     def state(self) -> list[Tensor]:
         """The tensors of a checkpoint at the end of the prompt."""
-        return serialise.state_tensors(kv.states(kv.flatten(self.caches)))
+        return serialise.state_tensors(kv.copied(kv.states(kv.flatten(self.caches))))
 
 
 class Shards:

@@ -26,6 +26,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 TWO = ("--hosts", "127.0.0.1,127.0.0.1")
 FOUR = ("--hosts", ",".join(["127.0.0.1"] * 4))
 HEAD = " ".join(f"Rule {i}: oaks have acorns, number {i * 7919 % 101}." for i in range(50))
+AFTER_A_MARK = 8
+"""Tokens that a chat template writes between the end of a message and where prompts may part."""
 Messages = list[dict[str, Any]]
 
 
@@ -118,7 +120,10 @@ def test_two_processes_answer_like_one(
     """Turns, a branch, several at once, an edit, and a restart from the disks of both."""
     one = talk(toy(family), tmp_path / "one")
     two = talk(toy(family), tmp_path / "two", *TWO, *flags)
-    assert two == one
+    for (*said, cached), (*same, here) in zip(two, one, strict=True):
+        assert said == same
+        # where windows slide, one process goes on from any token, and several from marks
+        assert cached == here or (family == "gpt_oss" and 0 < here - cached <= AFTER_A_MARK)
     assert [name for name, *_, cached in one if cached == 0] == ["a2"]
 
 
