@@ -24,7 +24,6 @@ from mlx_lm.models.cache import (
     ChunkedKVCache,
     ConcatenateKVCache,
     KVCache,
-    QuantizedKVCache,
     RotatingKVCache,
 )
 
@@ -58,7 +57,6 @@ class Sliced:
     mlx-lm can read the class from a prompt cache file.
     """
 
-    quantised = False
     portable = True
 
     def __init__(self, name: str, places: Sequence[str] = ("0", "1"), *, batchable: bool = True):
@@ -90,10 +88,6 @@ class Sliced:
         """Set the slot's length to `offset` positions; later ones will be overwritten."""
         slot.offset = offset
 
-    def numbers(self, slot: Any) -> dict[str, int]:
-        """Return the integers in mlx-lm's flattened `state` that are the same at every position."""
-        return {}
-
     def plain(self, slot: Any) -> Any:
         """Return a cache of mlx-lm's own class with views of the content alone."""
         twin = copy(slot)
@@ -101,33 +95,6 @@ class Sliced:
             for index, array in enumerate(self.arrays(slot)):
                 self.put(twin, index, array[..., : slot.offset, :])
         return twin
-
-    def comparable(self, slot: Any, arrays: Sequence[mx.array]) -> list[mx.array]:
-        """Convert arrays of a slot to plain ones that can be compared number by number."""
-        return list(arrays)
-
-
-class Quantised(Sliced):
-    quantised = True
-
-    def arrays(self, slot: Any) -> list[mx.array]:
-        return [*slot.keys, *slot.values]
-
-    def put(self, slot: Any, index: int, array: mx.array) -> None:
-        name = ("keys", "values")[index // 3]
-        held = list(getattr(slot, name) or (None, None, None))
-        held[index % 3] = array
-        setattr(slot, name, tuple(held))
-
-    def numbers(self, slot: Any) -> dict[str, int]:
-        return {"3": slot.group_size, "4": slot.bits}
-
-    def comparable(self, slot: Any, arrays: Sequence[mx.array]) -> list[mx.array]:
-        size, bits = slot.group_size, slot.bits
-        return [
-            mx.dequantize(packed, scales, biases, group_size=size, bits=bits)
-            for packed, scales, biases in (arrays[:3], arrays[3:])
-        ]
 
 
 class Grouped(Sliced):
@@ -553,9 +520,6 @@ Adapter = Sliced | Checkpointed
 ADAPTERS: dict[type, Adapter] = {
     KVCache: Sliced("KVCache"),
     WindowCache: Windowed("RotatingKVCache", batchable=True),
-    QuantizedKVCache: Quantised(
-        "QuantizedKVCache", ("0.0", "0.1", "0.2", "1.0", "1.1", "1.2"), batchable=False
-    ),
     ArraysCache: Recurrent("ArraysCache", batchable=True),
     ChunkedKVCache: Chunked("ChunkedKVCache"),
     RotatingKVCache: Ring("RotatingKVCache"),
@@ -570,7 +534,7 @@ COMPOSITES: set[type] = {GroupedCache}
 
 
 def register(adapters: Mapping[type, Adapter], composites: Iterable[type] = ()) -> None:
-    """Add adapters of further classes: those of mlx-vlm, when it is imported."""
+    """Add adapters and composites that other modules have."""
     ADAPTERS.update(adapters)
     COMPOSITES.update(composites)
 
@@ -586,15 +550,14 @@ def parts_of(cache: Any) -> list[Any] | None:
     return list(cache.caches) if type(cache) is CacheList else None
 
 
-def composed(parts: Sequence[Any]) -> Any:
-    return CacheList(*parts)
+def composed(cache: Any, parts: Sequence[Any]) -> Any:
+    """Return a composite cache as `cache` is, of other parts."""
+    return cache.of(parts) if type(cache) in COMPOSITES else CacheList(*parts)
 
 
 def class_name(cache: Any) -> str:
-    if type(cache) is GroupedCache:
-        return LAYER_CACHE
-    adapter = adapter_of(cache)
-    return type(cache).__name__ if adapter is None else adapter.name
+    named = cache if type(cache) in COMPOSITES else adapter_of(cache)
+    return str(getattr(named, "name", type(cache).__name__))
 
 
 def prepared(cache: Any, layer: Any = None) -> Any:
@@ -603,7 +566,7 @@ def prepared(cache: Any, layer: Any = None) -> Any:
     A `ConcatenateKVCache` becomes a `KVCache`, which is equivalent and writes in place.
     """
     if type(cache) is CacheList:
-        return composed([prepared(part) for part in cache.caches])
+        return composed(cache, [prepared(part) for part in cache.caches])
     if type(cache) is RotatingKVCache and cache.keep == 0:
         return WindowCache(cache.max_size)
     if type(cache) is ConcatenateKVCache:

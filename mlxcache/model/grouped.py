@@ -209,6 +209,8 @@ class GroupedCache:
     `groups`: none, or the slot of compressed KV, or that and the slot of index keys.
     """
 
+    name = NAME
+
     def __init__(self, window_size: int, groups: Sequence[GroupRows] = ()):
         self.recent = RecentRows(window_size, groups)
         self.parts: list[Any] = [self.recent, *groups]

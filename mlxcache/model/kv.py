@@ -9,22 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.metadata import version
 from typing import Any
 
 import mlx.core as mx
-from mlx import nn
-from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 
-from mlxcache.errors import ModelError
 from mlxcache.model import device
 from mlxcache.model.adapters import (
     Checkpointed,
-    Recurrent,
     Sliced,
     adapter_of,
     class_name,
-    composed,
     parts_of,
     prepared,
     row_bytes,
@@ -37,6 +32,7 @@ from mlxcache.model.arrays import (
     tree_arrays,
     varies,
 )
+from mlxcache.model.quantised import QuantisedCache, quantised
 
 Caches = list[Any]
 """One cache object per layer, in the form in which a model takes them as `cache`."""
@@ -52,6 +48,17 @@ def flatten(caches: Sequence[Any]) -> list[Any]:
         parts = parts_of(cache)
         slots += [cache] if parts is None else flatten(parts)
     return slots
+
+
+def _unportable(caches: Sequence[Any]) -> set[str]:
+    """Return the names of quantised caches that mlx-lm has no class for."""
+    found = set()
+    for cache in caches:
+        if type(cache) is QuantisedCache:
+            found |= {cache.name} if not cache.portable else set()
+        else:
+            found |= _unportable(parts_of(cache) or [])
+    return found
 
 
 def make_caches(model: Any) -> Caches:
@@ -337,7 +344,11 @@ def survey(model: Any, *, kv_bits: int | None = None, evaluate: bool = True) -> 
         and not any(varies(s) for (_, a), s in zip(opaque, states, strict=True) if not a.growing),
         states=states,
         unknown=tuple(sorted({class_name(s) for s in slots if adapter_of(s) is None})),
-        foreign=tuple(sorted({a.name for a in adapters if a is not None and not a.portable})),
+        foreign=tuple(
+            sorted(
+                {a.name for a in adapters if a is not None and not a.portable} | _unportable(caches)
+            )
+        ),
         heads=getattr(model, "heads_tag", ""),
     )
 
@@ -348,149 +359,3 @@ def _feed(model: Any, caches: Caches, tokens: int, evaluate: bool) -> tuple[mx.a
         eval_states(caches)
     opaque = _checkpointed(flatten(caches))
     return logits, tuple(spec_tree(a.state(slot), a.growing) for slot, a in opaque)
-
-
-# -- quantised KV ----------------------------------------------------------------------------------
-
-_GROUPS = (64, 128, 32)  # values that share a scale: the first that divides the size of a head
-_LONG = 1100  # tokens of the KV to check; above 1,024, MLX's GPU sums products in parts
-_ROWS = (1, 32)  # queries of a decode step and of a prefill, which have kernels of their own
-_ALIKE = 0.5  # relative to the logits; wrong attention differs by more than 1
-_REASONS = {
-    "CacheList": "layers with an indexer or several attentions",
-    "ChunkedKVCache": "chunked attention",
-    "RotatingKVCache": "sliding windows",
-}
-
-
-def quantised(
-    model: Any, make: Callable[[], list[Any]], bits: int, *, compare: bool = True
-) -> Callable[[], list[Any]]:
-    """Make a function that returns empty caches with KV of 4 or 8 bits from the first token on.
-
-    From a later one, replies would depend on where the chunks of the prompt ended. The result is
-    checked: two tokens are fed with plain and with quantised KV, and MLX's products with long
-    quantised KV are compared. Without `compare` nothing is evaluated, and only errors that mlx-lm
-    raises for such caches are found. Raises ModelError, which names what cannot be quantised.
-    """
-    if (reason := getattr(model, "unquantised", None)) is not None:
-        raise ModelError(f"--kv-bits {bits}: {reason}")
-    plain = make()
-    check_classes(plain, bits)
-    tokens = mx.array([[0, 1]])
-    expected = model(tokens, cache=plain)
-    groups = [_group(cache, bits) for cache in plain]
-
-    def caches(bits: int = bits) -> list[Any]:
-        return [_replaced(*pair, bits) for pair in zip(make(), groups, strict=True)]
-
-    _try(model, tokens, expected if compare else None, caches(8), bits)
-    if compare:
-        _check_products(plain, groups, bits)
-    return caches
-
-
-def _replaced(cache: Any, group: int | None, bits: int) -> Any:
-    if group is None:
-        return cache
-    if (parts := parts_of(cache)) is not None:
-        return composed([_replaced(p, group if type(p) is KVCache else None, bits) for p in parts])
-    return QuantizedKVCache(group_size=group, bits=bits)
-
-
-def check_classes(caches: Sequence[Any], bits: int) -> None:
-    """Raise ModelError with the names of the cache classes that cannot be quantised."""
-    refused = sorted({name for cache in caches for name in _refused(cache)})
-    if refused:
-        named = ", ".join(
-            f"{name} ({_REASONS[name]})" if name in _REASONS else name for name in refused
-        )
-        raise ModelError(f"--kv-bits {bits}: this model has {named}, which cannot be quantised.")
-    if all(_kv(cache) is None for cache in caches):
-        raise ModelError(f"--kv-bits {bits}: this model has no KV, so it would change nothing.")
-
-
-def _refused(cache: Any) -> set[str]:
-    parts = parts_of(cache)
-    if parts is None:
-        fine = type(cache) is KVCache or isinstance(adapter_of(cache), Recurrent)
-        return set() if fine else {class_name(cache)}
-    if sum(type(part) is KVCache for part in parts) > 1:
-        return {class_name(cache)}
-    return {name for part in parts for name in _refused(part)}
-
-
-def _kv(cache: Any) -> KVCache | None:
-    return next((part for part in parts_of(cache) or [cache] if type(part) is KVCache), None)
-
-
-def _group(cache: Any, bits: int) -> int | None:
-    found = _kv(cache)
-    if found is None or found.empty():
-        return None
-    sizes = sorted({array.shape[-1] for array in (found.keys, found.values)})
-    group = next((g for g in _GROUPS if all(size % g == 0 for size in sizes)), None)
-    if group is None:
-        named = " and ".join(map(str, sizes))
-        raise ModelError(
-            f"--kv-bits {bits}: this model's heads are of size {named}, and KV is quantised in "
-            "groups of 32, 64 or 128."
-        )
-    return group
-
-
-def _try(
-    model: Any, tokens: mx.array, expected: mx.array | None, caches: list[Any], bits: int
-) -> None:
-    try:
-        made = model(tokens, cache=caches)
-        if expected is None or _alike(made, expected):
-            return
-        why = "gives other logits on quantised KV"
-    except (TypeError, ValueError, AttributeError, RuntimeError, IndexError) as failure:
-        why = f"does not take quantised KV ({str(failure).partition(chr(10))[0]})"
-    latent = sorted(_latent(model))
-    if latent:
-        why = f"keeps latents (MLA, {', '.join(latent)}), which cannot be quantised"
-    name = getattr(model, "model_type", type(model).__name__)
-    raise ModelError(f"--kv-bits {bits}: the attention of {name} {why}.")
-
-
-def _check_products(plain: Sequence[Any], groups: Sequence[int | None], bits: int) -> None:
-    """Raise ModelError unless MLX multiplies long quantised KV correctly on this device.
-
-    Beyond 1,024 tokens, a GPU may leave part of each head unwritten if the head's size is no
-    multiple of 64. Source: https://github.com/ml-explore/mlx/issues/4250
-    """
-    sizes = {
-        (found.values.shape[-1], group)
-        for cache, group in zip(plain, groups, strict=True)
-        if group is not None and (found := _kv(cache)) is not None
-    }
-    for size, group in sorted(sizes):
-        kinds: dict[str, Any] = {"group_size": group, "bits": bits}
-        packed = mx.quantize(_noise(_LONG, size), **kinds)
-        values = mx.dequantize(*packed, **kinds)
-        for rows in _ROWS:
-            scores = _noise(rows, _LONG)
-            made = mx.quantized_matmul(scores, *packed, transpose=False, **kinds)
-            if not _alike(made, scores @ values):
-                raise ModelError(
-                    f"--kv-bits {bits}: on this device MLX {version('mlx')} multiplies KV wrongly "
-                    f"for heads of size {size}: update mlx, or serve without --kv-bits."
-                )
-
-
-def _noise(rows: int, size: int) -> mx.array:
-    return mx.random.normal((1, 1, rows, size), key=mx.random.key(rows))
-
-
-def _alike(made: mx.array, expected: mx.array) -> bool:
-    error, size = (mx.sum(x.astype(mx.float32) ** 2) for x in (made - expected, expected))
-    return bool((error <= _ALIKE**2 * size).item())
-
-
-def _latent(model: Any) -> set[str]:
-    if not isinstance(model, nn.Module):
-        return set()
-    return {type(m).__name__ for _, m in model.named_modules() if hasattr(m, "kv_lora_rank")}

@@ -24,11 +24,19 @@ from mlx.utils import tree_flatten
 from mlxcache.errors import SnapshotRefused, Unsupported
 from mlxcache.model import device, kv
 from mlxcache.model import serialise as wire
-from mlxcache.model.adapters import Checkpointed, adapter_of, class_name, composed, parts_of
+from mlxcache.model.adapters import (
+    Checkpointed,
+    Sliced,
+    adapter_of,
+    class_name,
+    composed,
+    parts_of,
+)
 from mlxcache.model.arrays import ArraySpec
 from mlxcache.model.chat_template import apply_chat_template
 from mlxcache.model.kv import Layout, State
 from mlxcache.model.lineage import Lineage
+from mlxcache.model.quantised import PLACES, QuantisedCache
 from mlxcache.safetensors import ITEM_BYTES, Header, Malformed, Place, compose, read_foreign_header
 from mlxcache.types import Tokens, ids_of_bytes
 
@@ -90,9 +98,11 @@ class PromptCacheFile:
 
 
 def _as_mlx_lm(cache: Any) -> Any:
+    if type(cache) is QuantisedCache:
+        return cache.plain()
     parts = parts_of(cache)
     if parts is not None:
-        return composed([_as_mlx_lm(part) for part in parts])
+        return composed(cache, [_as_mlx_lm(part) for part in parts])
     adapter = adapter_of(cache)
     return cache if adapter is None else adapter.plain(cache)
 
@@ -177,6 +187,19 @@ def _header(path: Path) -> Header:
         raise SnapshotRefused(f"{path} is not a prompt cache: {error}.") from error
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Source:
+    """Where a file has the arrays of a slot: their `places` in the state at `key`.
+
+    `numbers`: the size of groups and the bits of quantised ones.
+    """
+
+    slot: Any
+    key: str
+    places: Sequence[str]
+    numbers: tuple[int, ...] = ()
+
+
 class _Reader:
     """Reader of one prompt cache file; uses only the keys that a cache of `layout` has."""
 
@@ -187,7 +210,7 @@ class _Reader:
         self._layout = layout
 
     def read(self) -> PromptCache:
-        found: list[tuple[Any, str]] = []
+        found: list[_Source] = []
         caches = self._layout.make()
         for index, cache in enumerate(caches):
             self._check_class(self._metadata.get(f"1.{index}"), cache)
@@ -195,7 +218,7 @@ class _Reader:
         if f"1.{len(caches)}" in self._metadata:
             raise SnapshotRefused("The prompt cache is of a model with more layers.")
         linear = [found[i] for i in self._layout.linear]
-        opaque = [key for slot, key in found if isinstance(adapter_of(slot), Checkpointed)]
+        opaque = [one.key for one in found if isinstance(adapter_of(one.slot), Checkpointed)]
         state = tuple(
             self._state(adapter, key, like)
             for adapter, key, like in zip(
@@ -205,19 +228,19 @@ class _Reader:
         ids = self._ids()
         length = self._length(linear, state, ids)
         arrays = [
-            self._linear(slot, key, length, spec)
-            for (slot, key), spec in zip(linear, self._layout.specs, strict=True)
+            self._linear(source, length, spec)
+            for source, spec in zip(linear, self._layout.specs, strict=True)
         ]
         return PromptCache(length, arrays, state, ids, self._metadata.get("0.model"))
 
-    def _length(self, linear: Sequence[tuple[Any, str]], state: State, ids: Tokens | None) -> int:
+    def _length(self, linear: Sequence[_Source], state: State, ids: Tokens | None) -> int:
         """Return the number of tokens on which slots, states and ids of the file agree."""
-        lengths = {self._number(f"{key}.2") for _, key in linear}
+        lengths = {self._number(f"{source.key}.2") for source in linear}
         positions = [a.position(s) for a, s in zip(self._layout.checkpointed, state, strict=True)]
         lengths |= {position for position in positions if position is not None}
         if ids is not None:
             lengths.add(len(ids))
-        elif any(kv.sliced(slot).quantised for slot, _ in linear):
+        elif any(source.numbers for source in linear):
             raise SnapshotRefused(
                 "The prompt cache was made by mlx-lm with --kv-bits, which quantises after the "
                 "first chunk: mlxcache quantises from the first token, so the values differ."
@@ -239,10 +262,16 @@ class _Reader:
                 f"The prompt cache has {name} where this model has {expected}: {why}."
             )
 
-    def _slots(self, cache: Any, key: str) -> list[tuple[Any, str]]:
+    def _slots(self, cache: Any, key: str) -> list[_Source]:
+        if type(cache) is QuantisedCache:
+            numbers = cache.form.group, cache.form.keys
+            pairs = zip(cache.parts, PLACES, strict=True)
+            return [_Source(part, key, places, numbers) for part, places in pairs]
         parts = parts_of(cache)
         if parts is None:
-            return [(cache, key)]
+            adapter = adapter_of(cache)
+            places = adapter.places if isinstance(adapter, Sliced) else ()
+            return [_Source(cache, key, places)]
         found = []
         for index, part in enumerate(parts):
             self._check_class(self._text(f"{key}.{index}.1"), part)
@@ -250,16 +279,14 @@ class _Reader:
         return found
 
     def _linear(
-        self, slot: Any, key: str, length: int, spec: Sequence[tuple[int, int, Any]]
+        self, source: _Source, length: int, spec: Sequence[tuple[int, int, Any]]
     ) -> list[mx.array]:
         """Return a slot's arrays of the first `length` positions."""
-        adapter = kv.sliced(slot)
-        for place, number in adapter.numbers(slot).items():
-            if self._number(f"{key}.{place}") != number:
-                raise SnapshotRefused("The prompt cache's KV is quantised otherwise.")
+        if any(self._number(f"{source.key}.{i}") != n for i, n in enumerate(source.numbers, 3)):
+            raise SnapshotRefused("The prompt cache's KV is quantised otherwise.")
         found = []
-        for place, (heads, dim, dtype) in zip(adapter.places, spec, strict=True):
-            array = self._array(f"{key}.{place}", ArraySpec((1, heads, None, dim), dtype))
+        for place, (heads, dim, dtype) in zip(source.places, spec, strict=True):
+            array = self._array(f"{source.key}.{place}", ArraySpec((1, heads, None, dim), dtype))
             if array.shape[2] < length:
                 raise SnapshotRefused("The prompt cache has fewer positions than it states.")
             found.append(array[..., :length, :])
@@ -361,22 +388,36 @@ def _first_layer_agrees(
 
 
 def _computed(model: Any, layout: Layout, ids: Tokens) -> list[list[mx.array]]:
-    """Feed `ids` from position 0; return the lazy arrays of each linear slot, as plain KV."""
+    """Feed `ids` from position 0; return the lazy arrays of each linear slot, as plain KV.
+
+    That of heads is left out: files need not have it.
+    """
     caches = layout.make()
     model(mx.array(ids[None]), cache=caches)
-    slots = kv.flatten(caches)
-    return _comparable(layout, [kv.arrays_of(slots[i]) for i in layout.linear], slice(0, len(ids)))
+    kept = caches[: len(layout.bare.make())]
+    return [arrays for cache in kept for arrays in _rows_of(cache)]
 
 
 def _comparable(
     layout: Layout, arrays: Sequence[Sequence[mx.array]], rows: slice
 ) -> list[list[mx.array]]:
-    """Return a part of the arrays of each slot but the heads' one, whose KV files may lack."""
-    slots = kv.flatten(layout.make())
-    return [
-        kv.sliced(slots[i]).comparable(slots[i], [array[..., rows, :] for array in held])
-        for i, held in zip(layout.bare.linear, arrays, strict=False)
-    ]
+    """Return a part of `arrays`, those of each linear slot, as `_computed` does."""
+    caches = layout.bare.make()
+    slots = kv.flatten(caches)
+    for i, held in zip(layout.bare.linear, arrays, strict=False):
+        kv.set_arrays(slots[i], [array[..., rows, :] for array in held], rows.stop - rows.start)
+    return [arrays for cache in caches for arrays in _rows_of(cache)]
+
+
+def _rows_of(cache: Any) -> Iterator[list[mx.array]]:
+    """Yield the arrays of each linear slot, and of quantised ones keys and values."""
+    if type(cache) is QuantisedCache:
+        yield list(cache.read())
+    elif (parts := parts_of(cache)) is not None:
+        for part in parts:
+            yield from _rows_of(part)
+    elif isinstance(adapter := adapter_of(cache), Sliced) and adapter.filled(cache):
+        yield [array[..., : cache.offset, :] for array in adapter.arrays(cache)]
 
 
 def _rows_alike(ours: mx.array, theirs: mx.array) -> bool:

@@ -19,7 +19,7 @@ STEP = BatchKVCache.step  # positions by which the buffers of a batch grow
 
 def _shadow(cache: Any) -> Any:
     parts = parts_of(cache)
-    return copy(cache) if parts is None else composed([copy(part) for part in parts])
+    return copy(cache) if parts is None else composed(cache, [copy(part) for part in parts])
 
 
 def join(rows: Caches, others: Sequence[Caches], *, batched: bool) -> Caches:
@@ -33,22 +33,23 @@ def join(rows: Caches, others: Sequence[Caches], *, batched: bool) -> Caches:
     for mine, *theirs in zip(rows, *others, strict=True):
         if batched:
             cache = _shadow(mine)
-            cache.extend(theirs[0].merge(theirs))
+            cache.extend(_merged(theirs, 0))
         else:
-            cache = _merged([mine, *theirs])
+            cache = _merged([mine, *theirs], STEP)
         mx.eval(tree_arrays(cache.state))
         joint.append(cache)
     return joint
 
 
-def _merged(caches: Sequence[Any]) -> Any:
-    """Build one layer's batch cache with copies of `caches`, and room for the next `STEP` tokens.
+def _merged(caches: Sequence[Any], room: int) -> Any:
+    """Build one layer's batch cache with copies of `caches`, and room for the next `room` tokens.
 
     Without it, the first step would copy the whole batch again.
     """
     if (first := parts_of(caches[0])) is not None:
         others = [parts_of(cache) or [] for cache in caches[1:]]
-        return composed([_merged(parts) for parts in zip(first, *others, strict=True)])
+        merged = [_merged(parts, room) for parts in zip(first, *others, strict=True)]
+        return composed(caches[0], merged)
     lengths = [getattr(c, "offset", 0) for c in caches]
     longest = max(lengths)
     if type(caches[0]) is not KVCache or not min(lengths):
@@ -56,7 +57,7 @@ def _merged(caches: Sequence[Any]) -> Any:
     batch = BatchKVCache([longest - length for length in lengths])
     for name in ("keys", "values"):
         _, heads, _, dim = getattr(caches[0], name).shape
-        shape = (len(caches), heads, longest + STEP, dim)
+        shape = (len(caches), heads, longest + room, dim)
         joint = mx.zeros(shape, getattr(caches[0], name).dtype)
         for i, (cache, length) in enumerate(zip(caches, lengths, strict=True)):
             row = getattr(cache, name)[..., :length, :]

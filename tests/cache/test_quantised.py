@@ -74,15 +74,18 @@ def test_a_draft_changes_no_token(toy: ToyMaker, tmp_path: Path, rng: np.random.
     assert tasks[1].record.cached_tokens >= 239
 
 
-def test_requests_at_once_step_in_lanes_of_their_own(
-    bench: Bench, rng: np.random.Generator
-) -> None:
-    """mlx-lm has no batch of quantised caches."""
-    prompts = [text(rng, n) for n in (120, 130, 140)]
+def test_requests_at_once_are_one_batch(bench: Bench, rng: np.random.Generator) -> None:
+    """Rows join and leave in few bits, and their conversations go on."""
+    prompts = [text(rng, n) for n in (120, 130, 140, 128)]
     twin = bench.twin()
     bench.use(KVCache.open(bench.kv.layout, Budget(1 << 30)))
-    tasks = [bench.put(ids, tokens=20) for ids in prompts]
-    bench.run(until=lambda: sum(bool(t.out) for t in tasks) == 3)
-    assert not any(lane.batched for lane in bench.scheduler.lanes.all)
+    tasks = [bench.put(ids, tokens=20 + 5 * i) for i, ids in enumerate(prompts)]
+    bench.run(until=lambda: sum(bool(t.out) for t in tasks) == 4)
+    assert any(lane.batched for lane in bench.scheduler.lanes.all)
     bench.run()
-    assert [t.out for t in tasks] == [twin.ask(ids, tokens=20).out for ids in prompts]
+    for i, (task, ids) in enumerate(zip(tasks, prompts, strict=True)):
+        assert task.out == twin.ask(ids, tokens=20 + 5 * i).out
+        after = [*ids, *task.out, *text(rng, 20)]
+        again = bench.ask(after)
+        assert again.out == twin.ask(after).out
+        assert again.record.cached_tokens >= (0 if bench.kv.layout.recurrent else len(ids) - 1)

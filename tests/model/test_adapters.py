@@ -16,7 +16,6 @@ from mlx_lm.models.cache import (
     ChunkedKVCache,
     ConcatenateKVCache,
     KVCache,
-    QuantizedKVCache,
     RotatingKVCache,
 )
 from mlx_lm.models.deepseek_v41 import LayerCache
@@ -39,6 +38,7 @@ OTHERS = {
     "_BaseCache": "the base of the others",
     "BatchKVCache": "several sequences: `rows` makes it of a KVCache for each",
     "BatchRotatingKVCache": "several sequences: `rows` makes it of a RotatingKVCache for each",
+    "QuantizedKVCache": "made for files only: models get a `QuantisedCache`",
     "TokenBuffer": "token ids, of which no layer has a cache",
     "LRUPromptCache": "prompt caches of mlx-lm's own server",
     "CacheEntry": "an entry of LRUPromptCache",
@@ -49,7 +49,6 @@ OTHERS = {
 MAKERS: dict[type, Any] = {
     KVCache: KVCache,
     ConcatenateKVCache: ConcatenateKVCache,
-    QuantizedKVCache: lambda: QuantizedKVCache(group_size=32, bits=8),
     RotatingKVCache: lambda: RotatingKVCache(max_size=8, keep=2),
     ChunkedKVCache: lambda: ChunkedKVCache(8),
     ArraysCache: lambda: ArraysCache(2),
@@ -64,7 +63,6 @@ OPAQUE = {
 PROTOCOL: dict[type, tuple[str, set[str]]] = {
     KVCache: ("self", {"keys", "values", "offset"}),
     ConcatenateKVCache: ("self", {"keys", "values", "offset"}),
-    QuantizedKVCache: ("self group_size bits", {"keys", "values", "offset", "group_size", "bits"}),
     RotatingKVCache: (
         "self max_size keep",
         {"keys", "values", "offset", "max_size", "keep", "_idx"},
@@ -141,7 +139,6 @@ def test_a_class_holds_what_it_did(kind: type) -> None:
     ("kind", "numbers"),
     [
         (KVCache, {2: 21}),
-        (QuantizedKVCache, {2: 21, 3: 32, 4: 8}),
         (RotatingKVCache, {2: 21, 3: 2, 4: 8, 5: 3}),
         (ChunkedKVCache, {2: 21, 3: 8, 4: 0}),
     ],
@@ -157,10 +154,9 @@ def test_a_state_has_its_places(kind: type, numbers: dict[int, int]) -> None:
     assert len(state) == 2 + len(numbers)
 
 
-@pytest.mark.parametrize("kind", [KVCache, QuantizedKVCache])
-def test_a_sliced_slot_goes_on_from_any_token(kind: type) -> None:
+def test_a_sliced_slot_goes_on_from_any_token() -> None:
     """Cut at a token, it shows what it would show had it never gone further."""
-    slot, other = MAKERS[kind](), MAKERS[kind]()
+    slot, other = KVCache(), KVCache()
     adapter = adapter_of(slot)
     assert isinstance(adapter, Sliced)
     assert not adapter.filled(slot)
@@ -238,7 +234,7 @@ def test_what_a_model_makes_is_prepared_for_use() -> None:
     ring = RotatingKVCache(max_size=8, keep=2)
     assert prepared(ring) is ring
     assert class_name(WindowCache(8)) == "RotatingKVCache"
-    assert parts_of(composed([KVCache()])) is not None
+    assert parts_of(composed(CacheList(), [KVCache()])) is not None
     assert parts_of(KVCache()) is None
 
 

@@ -109,10 +109,11 @@ def test_without_a_word_on_precision_it_is_half(
     ("family", "kv_bits", "draft"),
     [
         ("llama", None, None),
-        ("gemma3", "RotatingKVCache", None),
+        ("gemma3", None, None),
+        ("llama4", "ChunkedKVCache", "ChunkedKVCache"),
         ("qwen3_5", None, "ArraysCache"),
         ("mamba2", "no KV", "ArraysCache"),
-        ("deepseek_v3", "MLA", None),
+        ("deepseek_v3", None, None),
     ],
 )
 def test_what_a_model_cannot_do_is_named(
@@ -147,9 +148,9 @@ def test_fewer_bits_and_a_draft_are_in_the_figures(tmp_path: Path) -> None:
     both = examine(ModelSpec(path, draft=draft))
     assert both.layout.bytes_per_token == plain * 3 // 2
     assert both.info.weights_bytes > examine(ModelSpec(path)).info.weights_bytes
-    window = str(make_toy(tmp_path / "window", "gemma3"))
-    with pytest.raises(ModelError, match="--kv-bits"):
-        examine(ModelSpec(window), 4)
+    latents = str(make_toy(tmp_path / "latents", "deepseek_v3"))
+    with pytest.raises(ModelError, match=r"--kv-bits 4: this model keeps latents .* --kv-bits 8"):
+        examine(ModelSpec(latents), 4)
     recurrent = str(make_toy(tmp_path / "recurrent", "qwen3_5"))
     with pytest.raises(ModelError, match="--draft-model"):
         examine(ModelSpec(path, draft=recurrent))

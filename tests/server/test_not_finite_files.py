@@ -41,7 +41,7 @@ async def files_of(client: httpx.AsyncClient, folder: Path) -> tuple[int, Any, l
     "case",
     [
         ("llama", {}, "kv.1.1"),
-        ("llama", {"kv_bits": 8}, "kv.3.2"),
+        ("llama", {"kv_bits": 8}, "kv.11.0"),
         ("qwen3_5", {}, "state"),
     ],
     ids=["plain", "scales", "recurrent"],

@@ -22,7 +22,7 @@ from mlx_lm.processors import PROCESSORS
 from mlxcache.errors import ModelError
 from mlxcache.model import kv
 from mlxcache.model.adapters import Adapter, Sliced, adapter_of, class_name, parts_of
-from mlxcache.model.kv import check_classes
+from mlxcache.model.quantised import check_classes
 from tests.toys import tiny
 
 BEGIN = "<!-- the table is made by `bin/model-families` -->"
