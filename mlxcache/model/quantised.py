@@ -165,7 +165,7 @@ register({}, [QuantisedCache])
 def dequantised(packed: mx.array, scales: mx.array, biases: mx.array, *, bits: int) -> mx.array:
     """Convert quantised numbers to the dtype of their scales, lazily.
 
-    On a CPU, MLX would take a third of the speed and five times the memory: it has no kernel.
+    MLX has no kernel for it on a CPU, where it takes 1.6 to 6 times as long as this.
     """
     group = packed.shape[-1] * 32 // bits // scales.shape[-1]
     if device.kind() == "gpu":

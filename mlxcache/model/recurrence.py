@@ -114,7 +114,7 @@ class Recorder:
 
 def _recorded(cache: Any, tape: Tape) -> Any:
     if (parts := parts_of(cache)) is not None:
-        return composed([_recorded(part, tape) for part in parts])
+        return composed(cache, [_recorded(part, tape) for part in parts])
     return RecordedSlot(cache, tape) if type(cache) is ArraysCache else cache
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,14 +19,14 @@ from tests.prompt.families import FAMILIES
 __all__ = ["scripts"]
 
 NEW = "And then? Go on with the other one, please."
-DISK = {"disk": "1GB", "no_anticipate": True}
+DISK: dict[str, Any] = {"disk": "1GB", "no_anticipate": True}
 """What is computed ahead is not part of a session."""
 
 AFTER_A_MARK = 8
 """Tokens that a chat template writes between the end of a message and where prompts may part."""
 
 ROWS = [
-    (name, layers, api, end)
+    (name, layers, api, end, None)
     for name, layers, api in (
         ("qwen3", "llama", "chat"),
         ("qwen3.5", "qwen3_5", "messages"),
@@ -36,8 +37,13 @@ ROWS = [
         ("mistral", "llama", "messages"),
     )
     for end in ("call", "answer")
+] + [
+    ("qwen3", layers, "chat", "call", bits)
+    for layers in ("llama", "gemma3", "gpt_oss", "qwen3_5", "deepseek_v3")
+    for bits in ((8,) if layers == "deepseek_v3" else (8, 4))
 ]
-"""A template that renders replies anew, a model's layers, an API, and the last reply's kind."""
+"""A template that renders replies anew, a model's layers, an API, the last reply's kind, and bits
+of KV."""
 
 
 async def export(engine: Engine, id: str, file: Path) -> None:
@@ -77,18 +83,19 @@ async def next_turn(engine: Engine, talk: Live, name: str) -> tuple[list[int], R
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("scripts")
-@pytest.mark.parametrize("row", ROWS, ids="-".join)
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(map(str, row)))
 async def test_a_moved_session_feeds_what_it_would_at_home(
-    toy: ToyMaker, tmp_path: Path, row: tuple[str, str, str, str]
+    toy: ToyMaker, tmp_path: Path, row: tuple[str, str, str, str, int | None]
 ):
     """Calls as the model wrote them, blanks that the client strips, thinking that it leaves out;
     also of a fork, and imported twice."""
-    name, layers, api, end = row
+    name, layers, api, end, bits = row
+    settings = DISK | {"kv_bits": bits}
     folder = tmp_path / "model"
     folder.mkdir()
     model = of_family(toy(layers, vocab_size=1024), folder, name)
     file, fork = tmp_path / "snapshot", tmp_path / "fork"
-    async with started(model, tmp_path / "home", **DISK) as engine:
+    async with started(model, tmp_path / "home", **settings) as engine:
         talk = await talk_at_home(engine, name, api, end)
         (listed,) = await engine.sessions.list()
         made = await engine.sessions.fork(listed.session.id)
@@ -98,7 +105,7 @@ async def test_a_moved_session_feeds_what_it_would_at_home(
         home, at_home = await next_turn(engine, talk, name)
     for moved, times in ((file, 1), (fork, 1), (file, 2)):
         where = tmp_path / f"{moved.name}{times}"
-        async with started(model, where, **DISK) as engine:
+        async with started(model, where, **settings) as engine:
             for _ in range(times):
                 await engine.sessions.files.restore(moved)
             there, record = await next_turn(engine, talk, name)

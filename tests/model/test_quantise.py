@@ -18,16 +18,17 @@ from mlx_lm.models.cache import (
 )
 
 from mlxcache.errors import ModelError, SnapshotRefused
-from mlxcache.model import kv
+from mlxcache.model import device, kv
 from mlxcache.model import serialise as wire
 from mlxcache.model.adapters import parts_of
 from mlxcache.model.lineage import Lineage
 from mlxcache.model.mlx_lm_format import PromptCacheFile, agrees, read_prompt_cache
-from mlxcache.model.quantised import QuantisedCache
+from mlxcache.model.quantised import FEW, QuantisedCache
 from mlxcache.types import join_ids, token_ids
 from tests.conftest import ToyMaker
 from tests.model.test_serialise import save
 from tests.rounding import rounding
+from tests.scheduling.matrix import ROUNDED
 from tests.toys import tiny
 
 IDS = token_ids(np.random.default_rng(5).integers(8, 240, 200, np.int32))
@@ -191,6 +192,69 @@ def test_a_model_that_is_silently_wrong_on_quantised_kv_is_refused(toy_llama: Pa
 
     with pytest.raises(ModelError, match="gives other logits"):
         kv.survey(Model(), kv_bits=8)
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ways of a GPU, whose operations this device has too."""
+    monkeypatch.setattr(device, "kind", lambda: "gpu")
+
+
+def few(layout: kv.Layout) -> set[int]:
+    """The most queries for which attention multiplies quantised KV."""
+    return {cache.form.few for cache in quantised_caches(layout.make())}
+
+
+@pytest.mark.usefixtures("on_gpu")
+@pytest.mark.parametrize(
+    ("family", "bits", "most"),
+    [("llama", 8, FEW), ("llama", 4, FEW), ("gemma3", 8, FEW), ("gpt_oss", 8, 0)],
+)
+def test_a_gpu_multiplies_for_few_queries(
+    toy: ToyMaker, monkeypatch: pytest.MonkeyPatch, family: str, bits: int, most: int
+) -> None:
+    """Logits are those of KV that is read back, which attention with sinks needs."""
+    model = mlx_lm.load(str(toy(family, head_dim=HEAD)))[0]
+    ways = [kv.survey(model, kv_bits=bits)]
+    assert few(ways[0]) == {most}
+    monkeypatch.undo()
+    ways.append(kv.survey(model, kv_bits=bits))
+    assert few(ways[1]) == {0}
+    lines = [lineage(layout) for layout in ways]
+    for count in (100, 1, FEW, FEW + 1):
+        at = lines[0].length
+        made, expected = (fed(model, line, IDS[at : at + count], count) for line in lines)
+        assert mx.allclose(made, expected, rtol=0, atol=ROUNDED[bits]).item()
+
+
+@pytest.mark.usefixtures("on_gpu")
+@pytest.mark.parametrize(
+    ("size", "rows", "most"), [(32, 1, 0), (96, 1, 0), (64, 1, FEW), (64, FEW, 0)]
+)
+def test_a_gpu_that_multiplies_long_kv_wrongly_reads_it_back(
+    toy: ToyMaker, monkeypatch: pytest.MonkeyPatch, size: int, rows: int, most: int
+) -> None:
+    """It leaves what is beyond a multiple of 64 unwritten in a decode step, or takes no guesses."""
+    model = mlx_lm.load(str(toy("llama", layers=2, head_dim=size)))[0]
+    real = mx.quantized_matmul
+
+    def wrong(x: mx.array, *packed: Any, **kinds: Any) -> mx.array:
+        out = real(x, *packed, **kinds)
+        if kinds["transpose"] or x.shape[-2] != rows or (rows == 1 and x.shape[-1] < 1024):
+            return out
+        whole = out.shape[-1] // 64 * 64 if rows == 1 else 0
+        return mx.where(mx.arange(out.shape[-1]) < whole, out, 0.0)
+
+    monkeypatch.setattr(mx, "quantized_matmul", wrong)
+    assert few(kv.survey(model, kv_bits=8, evaluate=False)) == {FEW}
+    assert few(kv.survey(model, kv_bits=8)) == {most}
+
+
+@pytest.mark.parametrize("evaluate", [True, False])
+def test_latents_in_4_bits_are_refused(toy: ToyMaker, evaluate: bool) -> None:
+    model = mlx_lm.load(str(toy("deepseek_v3")))[0]
+    with pytest.raises(ModelError, match=r"--kv-bits 4: .* latents \(MLA\).*: use --kv-bits 8\."):
+        kv.survey(model, kv_bits=4, evaluate=evaluate)
 
 
 def test_what_mlx_lm_quantised_is_refused(toy: ToyMaker, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import mlx.core as mx
 import msgspec
 import numpy as np
 from mlx.nn import Module
+from mlx_lm.models.cache import make_prompt_cache
 
 from mlxcache.model import kv
 from mlxcache.model.kv import Layout
@@ -130,7 +131,9 @@ class Bench(Checked):
 
     def compute_cold(self, ids: list[int], more: list[int]) -> Logprobs:
         if self.whole is not None:
-            return cold_logprobs(self.whole, [*ids, *more])[len(ids) - 1 :]
+            return cold_logprobs(self.whole, make_prompt_cache(self.whole), [*ids, *more])[
+                len(ids) - 1 :
+            ]
         layout, rows = self.kv.layout, []
         line = self.parts.lineage(layout, 0)
         line.grow(len(ids) + len(more) + 1)

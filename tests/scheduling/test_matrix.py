@@ -29,29 +29,43 @@ LAYERS = {"gemma4": 4, "llama4": 4}
 """Layers of families that need more than two to have each of their kinds."""
 
 
-def cells(
-    quick: Collection[str], switched: Collection[tuple[str, Switches]] = ()
-) -> pytest.MarkDecorator:
-    """Let a test run on each family with each of `Switches`.
+QUANTISED = ("llama", "gemma3", "gpt_oss", "qwen3_5", "deepseek_v3")
+"""Families that run with `--kv-bits` too: attention, windows, states, and latents."""
 
-    In the quick suite too: without switches the families `quick`, and the pairs `switched`.
+Mode = Switches | int
+"""What is done to a family: another model takes turns with it, or its KV is in so many bits."""
+
+
+def modes(name: str) -> Iterator[Mode]:
+    yield from get_args(Switches)
+    if name in QUANTISED:
+        yield from (8,) if name == "deepseek_v3" else (8, 4)
+
+
+def cells(quick: Collection[str], also: Collection[tuple[str, Mode]] = ()) -> pytest.MarkDecorator:
+    """Let a test run on each family in each of its `modes`.
+
+    In the quick suite too: the families `quick` as they are, and the pairs `also`.
     """
-    also = {*((name, "none") for name in quick), *switched}
+    quickly = {*((name, "none") for name in quick), *also}
     params = [
         pytest.param(
             (name, mode),
             id=name if mode == "none" else f"{name}-{mode}",
-            marks=() if (name, mode) in also else pytest.mark.slow,
+            marks=() if (name, mode) in quickly else pytest.mark.slow,
         )
         for name in NAMES
-        for mode in get_args(Switches)
+        for mode in modes(name)
     ]
     return pytest.mark.parametrize("made", params, indirect=True, scope="module")
 
 
 often = cells(
     [name for name in NAMES if name not in COMPRESSED],
-    [("llama", "cleared"), ("qwen3_5", "cleared"), ("qwen3_5", "kept")],
+    [
+        *(("llama", "cleared"), ("qwen3_5", "cleared"), ("qwen3_5", "kept")),
+        *(("llama", 4), ("gemma3", 8), ("qwen3_5", 8), ("deepseek_v3", 8)),
+    ],
 )
 """For what shows a wrong cache of any kind of layer."""
 
@@ -60,8 +74,8 @@ seldom = cells(["llama", "gemma3", "llama4", "qwen3_5", "mamba"])
 
 
 @pytest.fixture(scope="module")
-def known() -> dict[str, dict[tuple[int, ...], Logprobs]]:
-    """Cold log-probabilities of each family, which are the same whatever switches."""
+def known() -> dict[tuple[str, int | None], dict[tuple[int, ...], Logprobs]]:
+    """Cold log-probabilities of each family and bits, which are the same whatever switches."""
     return defaultdict(dict)
 
 
@@ -69,12 +83,14 @@ def known() -> dict[str, dict[tuple[int, ...], Logprobs]]:
 def made(
     request: pytest.FixtureRequest,
     toy: ToyMaker,
-    known: dict[str, dict[tuple[int, ...], Logprobs]],
+    known: dict[tuple[str, int | None], dict[tuple[int, ...], Logprobs]],
 ) -> Family:
     name, mode = request.param
+    switches: Switches = "none" if isinstance(mode, int) else mode
+    bits = mode if isinstance(mode, int) else None
     path = toy(**toy_options(name), layers=LAYERS.get(name, 2), window=32, **FUSED)
-    other = None if mode == "none" else toy("llama", layers=2)
-    return Family(name, path, mode, other, known[name])
+    other = None if switches == "none" else toy("llama", layers=2)
+    return Family(name, path, switches, other, known[name, bits], kv_bits=bits)
 
 
 @pytest.fixture
@@ -150,7 +166,7 @@ def test_cancelled_in_prefill(family: Family) -> None:
 def test_batched_with_others_of_other_lengths(family: Family) -> None:
     """They start warm, decode as one batch, and each is warm afterwards."""
     talk = conversation(family, 2)
-    talks = [talk.asked(70), talk.asked(71, 36), talk.upto(2).asked(72, 70)]
+    talks = [talk.asked(70), talk.asked(71, 36), talk.asked(74, 21), talk.upto(2).asked(72, 70)]
     tasks = [family.send(each) for each in talks]
     lanes: list[Lane] = []
 
@@ -162,7 +178,7 @@ def test_batched_with_others_of_other_lengths(family: Family) -> None:
 
     family.run(until=noted)
     most = max(len(lane.decoder.rows) for lane in lanes)
-    assert most == (1 if family.name in UNBATCHED else 3)
+    assert most == (1 if family.name in UNBATCHED else 4)
     for task, each in zip(tasks, talks, strict=True):
         family.check_words(task)
         assert task.record.cached_tokens > HEAD

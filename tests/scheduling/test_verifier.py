@@ -39,6 +39,8 @@ from tests.scheduling.guesses import CHEAP, Foretold, speculating
 from tests.scheduling.history import live
 from tests.scheduling.test_guided_steps import guides
 from tests.scheduling.test_scarce import NO_MEMORY, at_passes
+from tests.toys.configs import toy_options
+from tests.toys.toy import FUSED
 
 MANY = int(os.environ.get("MLXCACHE_HISTORIES", "0"))
 
@@ -229,22 +231,32 @@ def test_a_budget_without_room_for_guesses_still_serves(
     check_kv(bench, task, ids + task.out)
 
 
-@pytest.mark.parametrize("source", ["draft", pytest.param("history", marks=pytest.mark.slow)])
-def test_quantised_keys_and_values_are_rewound(
-    toy: ToyMaker, rng: np.random.Generator, source: Source
-) -> None:
+@pytest.mark.parametrize(
+    ("family", "bits"),
+    [
+        ("deepseek_v3", 8),
+        ("gemma3", 4),
+        *(
+            pytest.param(family, bits, marks=pytest.mark.slow)
+            for family in ("llama", "gemma3", "gpt_oss", "qwen3_5")
+            for bits in (8, 4)
+            if (family, bits) != ("gemma3", 4)
+        ),
+    ],
+)
+def test_quantised_keys_and_values_are_rewound(toy: ToyMaker, family: str, bits: int) -> None:
     """The reply is that of the quantised model alone, and so is the next turn's."""
-    model = toy("llama", head_dim=64)
-    alone, ids = Bench(model, kv_bits=8), prompt(rng, 150)
-    first = alone.twin().ask(ids, tokens=40)
-    drafted = source == "draft"
-    bench = Bench(model, draft=model, kv_bits=8) if drafted else guessing(alone, [first])
-    for n in range(2 if drafted else 1):
-        task = bench.ask(ids, tokens=40)
-        assert task.out == alone.twin().ask(ids, tokens=40).out
-        assert (admitted(task).cached_tokens > 150) is bool(n)
-        assert task.record.accepted_tokens > 9
-        ids = ids + task.out + prompt(rng, 10)
+    path = toy(**toy_options(family), layers=2, window=32, **FUSED)
+    checked = matrix.Checked(family, path, load(ModelSpec(str(path))), kv_bits=bits)
+    checked.fresh()
+    talk = matrix.conversation(checked, 1).asked(20)
+    first = checked.say(talk, tokens=40)
+    following = talk.answered(first).asked(21)
+    checked.speculation = foretold([first, checked.say(following, tokens=40)]).alone
+    checked.fresh()
+    for asked in (talk, following):
+        record = checked.say(asked, tokens=40).record
+        assert record.drafted_tokens > record.accepted_tokens > 4
 
 
 # -- from the conversation -------------------------------------------------------------------------
@@ -504,11 +516,12 @@ def test_a_reply_is_the_one_without_a_draft(
         test_matrix.test_cancelled_in_prefill,
     ],
 )
+@pytest.mark.parametrize("bits", [None, pytest.param(8, marks=pytest.mark.slow), 4])
 def test_what_clients_do_is_as_right_and_warm_with_a_draft(
-    toy_llama: Path, drafts: dict[str, Path], claim: Callable[[Any], None]
+    toy_llama: Path, drafts: dict[str, Path], claim: Callable[[Any], None], bits: int | None
 ) -> None:
     loaded = load(ModelSpec(str(toy_llama), draft=str(drafts["alike"])))
-    checked = matrix.Checked("llama", toy_llama, loaded)
+    checked = matrix.Checked("llama", toy_llama, loaded, kv_bits=bits)
     checked.fresh()
     claim(checked)
 
