@@ -7,17 +7,23 @@ checkpoints. Weights are not needed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from mlxcache.cache.checkpoints import most_checkpoints, stops
 from mlxcache.cache.path_write import RUN_BYTES, RUN_TOKENS
 from mlxcache.cache.ram import with_slack
 from mlxcache.config import format_size
+from mlxcache.config.values import KVBits
+from mlxcache.errors import ModelError
+from mlxcache.model import kv
 from mlxcache.model.device import DeviceKind
+from mlxcache.model.examine import ChooseBits
 from mlxcache.model.kv import Layout
 from mlxcache.store.digests import BLOCK
 from mlxcache.tree.thinning import BUDGET_SHARE, checkpoints_to_drop
+from mlxcache.types import ModelInfo
 
 MIN_TRANSIENT = 16 << 20
 
@@ -132,10 +138,34 @@ def fit(
     return replace(empty, held=tuple(_held(layout, talk or Talk(), n, empty) for n in tokens))
 
 
+def choose_bits(setting: KVBits, ram: Callable[[int], int]) -> ChooseBits:
+    """Make the choice of `--kv-bits`. `ram`: the budget beside weights of so many bytes.
+
+    Auto is 8 bits if two full contexts do not fit in 16, and the model can be quantised.
+    """
+
+    def by_size(model: Any, info: ModelInfo) -> int | None:
+        plain = kv.survey(model, evaluate=False)
+        room = fit(plain, ram=ram(info.weights_bytes), disk=1, tokens=()).room
+        if 2 * _context_bytes(plain, info.context_length) <= room:
+            return None
+        try:
+            kv.survey(model, kv_bits=8, evaluate=False)
+        except ModelError:
+            return None
+        return 8
+
+    return by_size if setting == "auto" else lambda model, info: setting
+
+
+def _context_bytes(layout: Layout, tokens: int) -> int:
+    return tokens * layout.bytes_per_token + layout.running_bytes + layout.checkpoint_bytes
+
+
 def warnings(layout: Layout, *, context: int, weights: int, ram: int, machine: int) -> list[str]:
     """Return warnings to log at the start; empty if model and cache fit the machine's memory."""
     found = []
-    one = context * layout.bytes_per_token + layout.running_bytes + layout.checkpoint_bytes
+    one = _context_bytes(layout, context)
     if weights + one > machine:
         found.append(
             f"the model ({format_size(weights)}) and one full context of {context} tokens "

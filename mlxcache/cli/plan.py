@@ -194,19 +194,33 @@ def plan(
 
 
 def _examine(settings: Settings, context: int | None) -> Examined:
-    from mlxcache.engine.opening import spec_of  # noqa: PLC0415 - mlx-lm takes seconds
+    from mlxcache.cache.capacity import choose_bits  # noqa: PLC0415 - mlx-lm takes seconds
+    from mlxcache.engine.opening import spec_of  # noqa: PLC0415
     from mlxcache.model.examine import examine  # noqa: PLC0415
 
     assert settings.model is not None
     spec = spec_of(settings, settings.model)
     bare = replace(spec, id=None, context=None, draft=None)
-    found = examine(bare, settings.kv_bits, needs_weights=False)
+    bits = choose_bits(settings.kv_bits, partial(_ram, settings))
+    found = examine(bare, bits, needs_weights=False)
     if context is not None and context > found.info.max_context_length:
         raise ConfigError(
             f"--context {context} is more than the {found.info.max_context_length} tokens that "
             "this model was made for"
         )
     return found
+
+
+def _ram(settings: Settings, weights: int) -> int:
+    from mlxcache.config.sizes import machine_bytes  # noqa: PLC0415
+    from mlxcache.model.device import working_set_bytes  # noqa: PLC0415
+
+    return ram_limit(
+        settings.ram,
+        machine_bytes=machine_bytes(),
+        working_set_bytes=working_set_bytes(),
+        weights_bytes=weights,
+    )
 
 
 def _memory(
@@ -217,16 +231,9 @@ def _memory(
     *,
     remote: bool,
 ) -> Memory:
-    from mlxcache.config.sizes import machine_bytes  # noqa: PLC0415
-    from mlxcache.model.device import working_set_bytes  # noqa: PLC0415
     from mlxcache.plan.cache import Memory  # noqa: PLC0415
 
-    ram = ram_limit(
-        settings.ram,
-        machine_bytes=machine_bytes(),
-        working_set_bytes=working_set_bytes(),
-        weights_bytes=examined.info.weights_bytes,
-    )
+    ram = _ram(settings, examined.info.weights_bytes)
     disk = disk_limit(settings.disk, settings.cache_dir / "store")
     found = Memory(ram, disk, remote=remote)
     if figures is None:

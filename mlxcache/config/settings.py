@@ -20,6 +20,7 @@ from mlxcache.config.rules import RULES, read_rules
 from mlxcache.config.sizes import read_size
 from mlxcache.config.values import (
     NO_LIMIT,
+    KVBits,
     check_ram,
     check_size_or_off,
     read_context,
@@ -263,11 +264,11 @@ class Settings:
         "N",
         "Most prompt tokens computed in one step.",
     )
-    kv_bits: int | None = _setting(
+    kv_bits: KVBits = _setting(
         None,
         read_kv_bits,
-        "4|8",
-        "Quantise keys and values to 4 or 8 bits.",
+        "4|8|auto",
+        "Quantise keys and values to 4 or 8 bits; auto: to 8 if they are too large for --ram.",
         shown="not quantised",
     )
     warm: tuple[Path, ...] = _setting(
@@ -439,6 +440,7 @@ class Settings:
             (self.speculate != "off", "--speculate", "leave it out"),
             (isinstance(self.keep_for(entry), int | float), "--idle-unload", "leave it out"),
             (self.remote is not None, "--remote", "leave it out"),
+            (self.kv_bits == "auto", "--kv-bits auto", "set 8 or 4, or leave it out"),
         ):
             if is_set:
                 raise ConfigError(f"a model on several machines cannot have {what} yet: {instead}")

@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from mlxcache.config.models import Keep, ModelEntry, Route
 from mlxcache.config.sizes import LEAST_RAM, read_size
@@ -22,6 +22,8 @@ NO_LIMIT = 10**12
 
 LONGEST_S = 30 * 86400.0
 
+KVBits = int | Literal["auto"] | None
+"""Bits of keys and values, None for those of the model."""
 
 _UNITS_S = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -122,9 +124,11 @@ def read_duration(value: object) -> float:
     return seconds
 
 
-def read_kv_bits(value: object) -> int:
+def read_kv_bits(value: object) -> KVBits:
+    if str(value).lower() == "auto":
+        return "auto"
     if isinstance(value, bool) or str(value) not in ("4", "8"):
-        raise ValueError(f"must be 4 or 8, not {value!r}")
+        raise ValueError(f"must be 4, 8 or auto, not {value!r}")
     return int(str(value))
 
 

@@ -170,6 +170,7 @@ class FirstLoad:
         ranks = self._ranks
         if ranks is None:
             return load.load(spec, lazy=True, use=use)
+        assert self._settings.kv_bits != "auto"  # see check_divisible
         local = Path(spec.model).expanduser()
         ranks.gather(
             str(local.absolute()) if local.exists() else spec.model,

@@ -23,7 +23,7 @@ from mlxcache.model.fingerprint import fingerprint
 from mlxcache.model.hub import here, inspect_folder, weights_bytes
 from mlxcache.model.kv import Layout
 from mlxcache.ranks.rank_zero import RankZero
-from mlxcache.residency.memory import IMAGES_PART, MemoryPlan
+from mlxcache.residency.memory import IMAGES_PART, MemoryPlan, bits_of
 from mlxcache.scheduling import images
 from mlxcache.sessions.journal import Served
 from mlxcache.store.kv_files import KV_FORMAT
@@ -141,7 +141,7 @@ async def describe_unloaded(settings: Settings, thread: MlxThread) -> Served | N
     draft = await asyncio.to_thread(here, spec.draft) if spec.draft is not None else None
     if path is None or (draft is None and spec.draft is not None):
         return None
-    found = await thread.ask(lambda: examine(spec, settings.kv_bits))
+    found = await thread.ask(lambda: examine(spec, bits_of(settings)))
     key = serialise.layout_key(found.layout)
     namespace = await asyncio.to_thread(
         namespace_of, path, found.info.backend, key, settings, draft

@@ -54,6 +54,7 @@ from mlxcache.ranks.rank_zero import RankZero
 from mlxcache.residency.memory import (
     MIN_CONTEXT,
     Shared,
+    bits_of,
     has_room,
     plan_memory,
 )
@@ -153,10 +154,13 @@ class ModelRuntime:
         self.settings = settings
         self.label = settings.entries[0].label
         self._ranks = ranks
+        bits = bits_of(settings)(loaded.model, loaded.info)
+        if settings.kv_bits == "auto":
+            log.info("model %s: --kv-bits auto is %s", self.label, bits or "not quantised")
         self.layout = (
-            kv.survey(loaded.model, kv_bits=settings.kv_bits)
+            kv.survey(loaded.model, kv_bits=bits)
             if ranks is None
-            else ranks.survey(loaded.model, settings.kv_bits)
+            else ranks.survey(loaded.model, bits)
         )
         for name in self.layout.unknown:
             log.warning(

@@ -7,7 +7,7 @@ dtypes of arrays that were never evaluated. So a model larger than memory can be
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -66,14 +66,23 @@ class Examined:
     heads: bool = False
 
 
-def examine(spec: ModelSpec, kv_bits: int | None = None, *, needs_weights: bool = True) -> Examined:
+ChooseBits = Callable[[Any, ModelInfo], int | None]
+"""Return the bits of the KV of a model, None if it is not quantised."""
+
+
+def examine(
+    spec: ModelSpec,
+    choose_bits: ChooseBits = lambda model, info: None,
+    *,
+    needs_weights: bool = True,
+) -> Examined:
     """Determine how a model's layers cache and how many bytes they need, without its weights.
 
     If the model is not on this machine, only its config.json is downloaded, and random weights that
     are never computed replace its own; so they do for a folder without weights, unless
     `needs_weights`. With a draft model, both are examined as one. Blocks for a
-    download. Raises ModelError if the model cannot be found, fed, or used with `kv_bits` or the
-    draft model.
+    download. Raises ModelError if the model cannot be found, fed, or used with its bits of KV or
+    the draft model.
     """
     try:
         if spec.draft is not None and None in (here(spec.model), here(spec.draft)):
@@ -92,7 +101,7 @@ def examine(spec: ModelSpec, kv_bits: int | None = None, *, needs_weights: bool 
             model, unseen = loaded.model, loaded.unseen
             info = replace(loaded.info, has_images=loaded.vision is not None)
             has_heads = in_files(loaded.path)
-        layout = kv.survey(model, kv_bits=kv_bits, evaluate=False)
+        layout = kv.survey(model, kv_bits=choose_bits(model, info), evaluate=False)
         unquantised = _unquantised(model)
         if info.has_images and info.backend == "mlx-vlm":  # mlx-lm may run it without images
             with suppress(ModelError):

@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from mlxcache.cache.capacity import (
     MOST_PENDING,
+    choose_bits,
     pending_bytes,
     pool_bytes,
     transient_bytes,
@@ -33,6 +34,7 @@ from mlxcache.config import (
 )
 from mlxcache.errors import BadRequest, Busy, ModelError
 from mlxcache.model import device
+from mlxcache.model.examine import ChooseBits
 from mlxcache.model.kv import Layout
 from mlxcache.model.lineage import Lineage, NewLineage
 from mlxcache.model.load import Loaded
@@ -215,16 +217,23 @@ def plan_memory(
     return MemoryPlan(budget, measured, whole, transient, pending, bound.setting, refuse)
 
 
-def read_ram_limit(settings: Settings, weights: int) -> int:
-    machine, working_set = machine_bytes(), device.working_set_bytes()
-    limit = ram_limit(
+def bits_of(settings: Settings) -> ChooseBits:
+    return choose_bits(settings.kv_bits, lambda weights: _ram_limit(settings, weights))
+
+
+def _ram_limit(settings: Settings, weights: int) -> int:
+    return ram_limit(
         settings.ram,
-        machine_bytes=machine,
-        working_set_bytes=working_set,
+        machine_bytes=machine_bytes(),
+        working_set_bytes=device.working_set_bytes(),
         weights_bytes=weights,
     )
+
+
+def read_ram_limit(settings: Settings, weights: int) -> int:
+    limit, working_set = _ram_limit(settings, weights), device.working_set_bytes()
     if settings.ram == "auto":
-        whole = memory_for(machine, working_set)
+        whole = memory_for(machine_bytes(), working_set)
         why = explain_auto(whole, weights, metal=working_set is not None)
         log.info("--ram auto is %s: %s", format_size(limit), why)
     return limit

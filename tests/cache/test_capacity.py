@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mlxcache.cache import write_behind
-from mlxcache.cache.capacity import MOST_COPIED, Fit, Talk, copy_bytes, fit, warnings
+from mlxcache.cache.capacity import MOST_COPIED, Fit, Talk, choose_bits, copy_bytes, fit, warnings
 from mlxcache.cache.ram import RamTier
 from mlxcache.config import Settings
 from mlxcache.engine.engine import Engine
@@ -19,6 +19,7 @@ from mlxcache.model import kv
 from mlxcache.model.examine import examine
 from mlxcache.model.load import ModelSpec, load
 from mlxcache.types import NO_TOKENS, Job, Prompt, Sampling, join_ids, token_ids
+from tests.conftest import ToyMaker
 
 TALK = Talk(head=800, asked=300, replied=24)
 TOKENS = 2400
@@ -166,3 +167,22 @@ def test_only_for_a_gpu_several_arrays_are_copied_at_once() -> None:
     assert copy_bytes(100 << 20, "cpu") == 0
     assert copy_bytes(100 << 20, "gpu") == 50 << 20
     assert copy_bytes(100 << 30, "gpu") == MOST_COPIED
+
+
+@pytest.mark.parametrize(("family", "bits"), [("llama", 8), ("mamba2", None)])
+def test_auto_is_8_bits_where_two_contexts_do_not_fit(
+    toy: ToyMaker, family: str, bits: int | None
+) -> None:
+    """A quarter of the budget is for other things. What cannot be quantised is served as it is."""
+    spec = ModelSpec(str(toy(family)))
+    plain = examine(spec)
+    one = plain.info.context_length * plain.layout.bytes_per_token
+    expected = examine(spec, choose_bits(bits, lambda weights: 0)).layout.bytes_per_token
+    assert (expected < plain.layout.bytes_per_token) is (bits == 8)
+
+    def size_with(ram: float) -> int:
+        found = examine(spec, choose_bits("auto", lambda weights: int(ram)))
+        return found.layout.bytes_per_token
+
+    assert size_with(2.7 * one + plain.layout.checkpoint_bytes) == plain.layout.bytes_per_token
+    assert size_with(2.6 * one) == expected

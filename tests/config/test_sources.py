@@ -163,6 +163,7 @@ def test_an_error_in_the_file_says_what_to_write(home, text, told):
         ("chat_template_args", "[1]"),
         ("chat_template_args", "{"),
         ("kv_bits", "5"),
+        ("kv_bits", "8,4"),
         ("kv_bits", "true"),
         ("num_draft_tokens", "0"),
         ("num_draft_tokens", "16"),

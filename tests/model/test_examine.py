@@ -10,6 +10,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
+from mlxcache.cache.capacity import choose_bits
 from mlxcache.errors import ModelError
 from mlxcache.model import kv
 from mlxcache.model.examine import examine
@@ -143,14 +144,14 @@ def test_fewer_bits_and_a_draft_are_in_the_figures(tmp_path: Path) -> None:
     plain = examine(ModelSpec(path)).layout.bytes_per_token
     served = load(ModelSpec(path)).model
     for bits in (4, 8):
-        layout = examine(ModelSpec(path), bits).layout
+        layout = examine(ModelSpec(path), choose_bits(bits, lambda weights: 0)).layout
         assert layout.bytes_per_token == kv.survey(served, kv_bits=bits).bytes_per_token < plain
     both = examine(ModelSpec(path, draft=draft))
     assert both.layout.bytes_per_token == plain * 3 // 2
     assert both.info.weights_bytes > examine(ModelSpec(path)).info.weights_bytes
     latents = str(make_toy(tmp_path / "latents", "deepseek_v3"))
     with pytest.raises(ModelError, match=r"--kv-bits 4: this model keeps latents .* --kv-bits 8"):
-        examine(ModelSpec(latents), 4)
+        examine(ModelSpec(latents), choose_bits(4, lambda weights: 0))
     recurrent = str(make_toy(tmp_path / "recurrent", "qwen3_5"))
     with pytest.raises(ModelError, match="--draft-model"):
         examine(ModelSpec(path, draft=recurrent))

@@ -12,7 +12,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from mlxcache.cache.capacity import Fit, fit, pending_bytes, pool_bytes, transient_bytes
+from mlxcache.cache.capacity import (
+    Fit,
+    choose_bits,
+    fit,
+    pending_bytes,
+    pool_bytes,
+    transient_bytes,
+)
 from mlxcache.cli.doctor import Finding, judge
 from mlxcache.cli.doctor.machine import Host, ram_budget
 from mlxcache.cli.show import format_size_or_dash
@@ -141,16 +148,19 @@ def _examine_model(
     entry = settings.entries[0]
     assert entry.model is not None
     spec = replace(spec_of(settings, entry.model), id=None)
+
+    def ram(weights: int) -> int:
+        return ram_budget(settings, host, weights) if shared is None else max(0, shared - weights)
+
     try:
         if (path := here(entry.model)) is not None:
             check(path, entry.model)
-        model = examine(spec, settings.kv_bits)
+        model = examine(spec, choose_bits(settings.kv_bits, ram))
     except ModelError as error:
         return [Finding("model", "fail", str(error))], None
-    weights = model.info.weights_bytes
     fits = fit(
         model.layout,
-        ram=ram_budget(settings, host, weights) if shared is None else max(0, shared - weights),
+        ram=ram(model.info.weights_bytes),
         disk=disk_limit(settings.disk, settings.cache_dir / "store"),
         tokens=sorted({min(n, model.info.context_length) for n in TOKENS}),
     )

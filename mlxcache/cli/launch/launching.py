@@ -272,9 +272,10 @@ class Launch:
             return Service(self.url, DEMO_ID, length, self.key, small=self._small)
         from mlxcache.engine.opening import spec_of  # noqa: PLC0415 - as above
         from mlxcache.model.examine import examine  # noqa: PLC0415
+        from mlxcache.residency.memory import bits_of  # noqa: PLC0415
 
         spec = replace(spec_of(settings, settings.model), id=None, draft=None)
-        info = examine(spec, settings.kv_bits).info
+        info = examine(spec, bits_of(settings)).info
         return Service(self.url, info.id, info.context_length, self.key, small=self._small)
 
 
