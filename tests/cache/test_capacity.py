@@ -55,18 +55,23 @@ def _rests(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "family",
-    [*(pytest.param(one, marks=pytest.mark.slow) for one in ("llama", "gemma3")), "qwen3_5"],
+    ("family", "bits"),
+    [
+        *(pytest.param(one, None, marks=pytest.mark.slow) for one in ("llama", "gemma3")),
+        ("qwen3_5", None),
+        ("llama", 4),
+        *(pytest.param(one, 8, marks=pytest.mark.slow) for one in ("qwen3_5", "deepseek_v3")),
+    ],
 )
 async def test_figures_on_paper_are_what_the_server_holds(
-    family: str, toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, bits: int | None, toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """RAM to the byte that a budget without much to spare books, files as the system counts."""
     monkeypatch.setattr(RamTier, "spares", lambda tier, size=0: False)
     path = str(toy(family))
-    found = examine(ModelSpec(path))
+    found = examine(ModelSpec(path), choose_bits(bits, lambda weights: 0))
     (held,) = fit(found.layout, ram=RAM, disk=DISK, tokens=[TOKENS], talk=TALK).held
-    engine = Engine(Settings(model=path, cache_dir=tmp_path, ram=RAM, disk=DISK))
+    engine = Engine(Settings(model=path, cache_dir=tmp_path, ram=RAM, disk=DISK, kv_bits=bits))
     await engine.start()
     try:
         core = await played(engine, TALK, TOKENS)
