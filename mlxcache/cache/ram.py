@@ -234,7 +234,8 @@ class RamTier:
         """
         if evict == "no":
             return self.budget.free >= size
-        if self.budget.own_free + self.idle_bytes < size:
+        kept = 0 if in_use else self._rows_in_use
+        if self.budget.own_free + self.idle_bytes - kept < size:
             return False
         if not self.shared.reach(size, unload=evict in UNLOADING):
             return False
@@ -261,9 +262,12 @@ class RamTier:
 
         That is the most that evicting could free.
         """
-        rows = sum(lineage.rows for lineage in self.busy.values()) * self.layout.window_bytes
         idle = sum(lineage.nbytes for lineage in self.idle.values())
-        return idle + rows + self.tree.checkpoint_bytes
+        return idle + self._rows_in_use + self.tree.checkpoint_bytes
+
+    @property
+    def _rows_in_use(self) -> int:
+        return sum(lineage.rows for lineage in self.busy.values()) * self.layout.window_bytes
 
     @property
     def writing(self) -> int:
