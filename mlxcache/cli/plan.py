@@ -184,7 +184,7 @@ def plan(
             progress=step,
         )
     if plot is not None:
-        from mlxcache.plan.plan import draw  # noqa: PLC0415
+        from mlxcache.plan.chart import draw  # noqa: PLC0415
 
         try:
             plot.write_text(draw(found), encoding="utf-8")

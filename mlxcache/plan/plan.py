@@ -1,28 +1,19 @@
-"""A plan: hit rates and times that a machine would reach with a trace's requests, and a chart."""
+"""A plan: hit rates and times that a machine would reach with the requests of a trace."""
 
 from __future__ import annotations
 
-import copyreg
-import os
-import signal
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor, Future, ProcessPoolExecutor
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from html import escape
 from math import exp, log
-from multiprocessing import get_context, parent_process
-from threading import Thread
 from typing import Any
-
-import mlx.core as mx
 
 from mlxcache.config import format_size
 from mlxcache.errors import ConfigError
 from mlxcache.model.kv import Layout
 from mlxcache.plan.cache import Memory
 from mlxcache.plan.disk import UNLIMITED
-from mlxcache.plan.simulate import Outcome, Simulation, Speed, percentiles
+from mlxcache.plan.runs import Played, Progress, Runs
+from mlxcache.plan.simulate import Outcome, Speed, percentiles
 from mlxcache.plan.trace import Trace
 
 SHARES = (0.90, 0.95, 0.99)
@@ -30,12 +21,6 @@ SHARES = (0.90, 0.95, 0.99)
 
 GRID = 6
 """Sizes of RAM, and of disk, that are simulated, by equal factors; some more come near `SHARES`."""
-
-NEAR = 1
-"""Position of the share in `SHARES` that the chart shows."""
-
-WORK = 5_000
-"""Requests, counted in each simulation, for which another process pays."""
 
 FULL = 0.8
 """Share of its time for which the MLX thread may be busy before requests wait long."""
@@ -117,11 +102,8 @@ class Plan:
         if not self.speed.times or not self.outcome.served:
             return None
         needed = dict(zip(self.unlimited.order, self.unlimited.served, strict=True))
-        speed, sums = (
-            self.speed,
-            dict.fromkeys(("first", "new", "again", "restore", "replies"), 0.0),
-        )
-        uncached = 0.0
+        sums = dict.fromkeys(("first", "new", "again", "restore", "replies"), 0.0)
+        speed, uncached = self.speed, 0.0
         for position, one in zip(self.outcome.order, self.outcome.served, strict=True):
             reuse, perfect = one.reuse, needed[position].reuse
             start = min(perfect.cached, reuse.prompt)
@@ -218,105 +200,6 @@ class Plan:
         return cached / max(1, sum(one.prompt_tokens for one in requests))
 
 
-Progress = Callable[[int, int], None]
-
-
-@dataclass(frozen=True, slots=True)
-class _Played:
-    """What is the same in all simulations of a plan."""
-
-    trace: Trace
-    layout: Layout
-    speed: Speed
-    users: int | None
-    at_once: int
-
-
-class _Runs:
-    """Simulations of one trace on machines of several sizes, in processes of their own if it pays.
-
-    `most`: number of simulations that there may be. `progress`: as for `make_plan`.
-    """
-
-    def __init__(self, played: _Played, most: int, progress: Progress):
-        self._total = most * len(played.trace.requests)
-        self._progress = progress
-        workers = min(os.cpu_count() or 1, self._total // WORK)
-        spawn = get_context("spawn")  # a fork would share the GPU's connection
-        self._played = spawn.Array("q", 1)
-        self._executor: Executor = _Here()
-        if workers > 1:
-            bare = replace(played, layout=replace(played.layout, make=list))
-            self._executor = ProcessPoolExecutor(workers, spawn, _begin, (bare, self._played))
-        else:
-            _begin(played, self._played)
-
-    def __enter__(self) -> _Runs:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._executor.shutdown(cancel_futures=True)
-
-    def start(self, memory: Memory) -> Future[tuple[Outcome, int]]:
-        """Begin a simulation, which returns its outcome and the most bytes of RAM in use."""
-        return self._executor.submit(_simulate, memory)
-
-    def hit_rates(self, memories: Sequence[Memory]) -> list[float]:
-        return [self.result(one)[0].hit_rate for one in [self.start(one) for one in memories]]
-
-    def result(self, future: Future[tuple[Outcome, int]]) -> tuple[Outcome, int]:
-        while True:
-            self._progress(self._played[0], self._total)
-            with suppress(TimeoutError):
-                return future.result(timeout=0.2)
-
-
-class _Here(Executor):
-    """Executor that runs what it is given at once, in this thread."""
-
-    def submit(self, run: Callable[..., Any], /, *args: Any, **more: Any) -> Future[Any]:
-        future = Future[Any]()
-        future.set_result(run(*args, **more))
-        return future
-
-
-_PROCESS: dict[str, Any] = {}
-"""What the simulations of this process share: "played", and "done", which counts requests."""
-
-
-def _begin(played: _Played, done: Any) -> None:
-    _PROCESS.update(played=played, done=done)
-    if (parent := parent_process()) is not None:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # the command's own Ctrl-C ends it
-        Thread(target=_end_with, args=(parent,), daemon=True).start()
-
-
-def _end_with(parent: Any) -> None:
-    parent.join()
-    os._exit(1)
-
-
-def _simulate(memory: Memory) -> tuple[Outcome, int]:
-    played, done = _PROCESS["played"], _PROCESS["done"]
-
-    def on_request(count: int) -> None:
-        with done.get_lock():
-            done[0] += 1
-
-    simulation = Simulation(
-        played.layout, memory, played.speed, at_once=played.at_once, on_request=on_request
-    )
-    return simulation.run(played.trace, played.users), simulation.high_water
-
-
-def _dtype(name: str) -> mx.Dtype:
-    found: mx.Dtype = getattr(mx, name)
-    return found
-
-
-copyreg.pickle(mx.Dtype, lambda one: (_dtype, (str(one).rpartition(".")[2],)))
-
-
 def make_plan(
     trace: Trace,
     layout: Layout,
@@ -331,33 +214,30 @@ def make_plan(
     """Simulate the requests of `trace` on a machine, and on others with more and less RAM and disk.
 
     `users`: as for `Simulation.run`. `disk_sizes`: whether to look for the least disk too, which
-    takes most of the time. `progress(played, total)` is called with the number of requests
-    simulated so far, in all simulations, and with the most that there may be. Blocks for seconds to
-    minutes. Raises ConfigError if the longest prompt does not fit the memory, if the trace is
-    empty, or if KV of this layout cannot be cached.
+    takes most of the time. `progress`: as for `Runs`. Blocks for seconds to minutes. Raises
+    ConfigError if the longest prompt does not fit the memory, if the trace is empty, or if KV of
+    this layout cannot be cached.
     """
     _check(trace, layout, memory)
-    played = _Played(
-        trace, layout, replace(speed, growth=trace.growth or speed.growth), users, at_once
-    )
-    disk_sizes = disk_sizes and memory.disk > 0
-    more = GRID + len(SHARES)
-    with _Runs(played, 1 + more * (1 + disk_sizes), progress) as runs:
+    speed = replace(speed, growth=trace.growth or speed.growth)
+    played = Played(trace, layout, speed, users, at_once)
+    sweeps = 1 + (disk_sizes and memory.disk > 0)
+    with Runs(played, 1 + sweeps * (GRID + len(SHARES)), progress) as runs:
         here, without_limits = runs.start(memory), runs.start(Memory(UNLIMITED))
         unlimited, most = runs.result(without_limits)
         least = min(most, _longest_bytes(trace, layout))
         ceiling = Point(most, unlimited.hit_rate)
         ram = _sizes(runs, lambda nbytes: Memory(nbytes, reserved={}), least, ceiling)
         disk = Sizes((), ())
-        if disk_sizes:
+        if sweeps > 1:
             all_of_it = Point(most * 5 // 4, unlimited.hit_rate)
             disk = _sizes(runs, lambda nbytes: replace(memory, disk=nbytes), least, all_of_it)
         outcome, _ = runs.result(here)
     room = memory.ram - sum(memory.set_aside(layout).values())
-    return Plan(trace, layout, memory, played.speed, users, outcome, unlimited, ram, disk, room)
+    return Plan(trace, layout, memory, speed, users, outcome, unlimited, ram, disk, room)
 
 
-def _sizes(runs: _Runs, machine: Callable[[int], Memory], least: int, ceiling: Point) -> Sizes:
+def _sizes(runs: Runs, machine: Callable[[int], Memory], least: int, ceiling: Point) -> Sizes:
     """Simulate machines from `least` bytes to those of the ceiling.
 
     That is, `GRID` sizes by equal factors, of which the last has the ceiling's hit rate and is not
@@ -412,87 +292,3 @@ def _check(trace: Trace, layout: Layout, memory: Memory) -> None:
             f"--ram has room for {format_size(max(0, room))}: raise --ram, or plan a shorter "
             "context or smaller KV (--kv-bits)"
         )
-
-
-# -- the chart -------------------------------------------------------------------------------------
-
-WIDTH, HEIGHT = 760, 420
-LEFT, RIGHT, TOP, BOTTOM = 72, 732, 64, 340
-
-_STYLE = """\
-    .card { fill: #ffffff; stroke: #d0d7de }
-    text { fill: #1f2328 }
-    .soft { fill: #59636e }
-    .grid { stroke: #d0d7de }
-    .ceiling { stroke: #8c959f; stroke-dasharray: 6 4 }
-    .curve { stroke: #2c8a43; fill: none; stroke-width: 2.5 }
-    .point { fill: #2c8a43 }
-    .here { stroke: #0969da; stroke-dasharray: 2 3 }
-    @media (prefers-color-scheme: dark) {
-      .card { fill: #161b22; stroke: #30363d }
-      text { fill: #e6edf3 }
-      .soft { fill: #9da7b3 }
-      .grid { stroke: #30363d }
-      .curve { stroke: #46b463 }
-      .point { fill: #46b463 }
-      .here { stroke: #4493f8 }
-    }"""
-
-
-def draw(plan: Plan) -> str:
-    curve, near = plan.ram.curve, plan.ram.enough[NEAR]
-    sizes = [max(1, one.nbytes) for one in curve] + [max(1, plan.room)]
-    least, most = min(sizes), max(*sizes, min(sizes) + 1)
-
-    def x(nbytes: int) -> float:
-        return LEFT + (RIGHT - LEFT) * log(max(1, nbytes) / least) / log(most / least)
-
-    def y(share: float) -> float:
-        return BOTTOM - (BOTTOM - TOP) * share
-
-    points = " ".join(f"{x(one.nbytes):.1f},{y(one.hit_rate):.1f}" for one in curve)
-    words = "; ".join(f"{format_size(one.nbytes)}: {one.hit_rate:.0%}" for one in curve)
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img"'
-        ' aria-labelledby="title desc" font-family="system-ui, sans-serif" font-size="13">',
-        '  <title id="title">Share of prompt tokens that are reused, by RAM</title>',
-        f'  <desc id="desc">{escape(words)}</desc>',
-        f"  <style>\n{_STYLE}\n  </style>",
-        f'  <rect class="card" x="1" y="1" width="{WIDTH - 2}" height="{HEIGHT - 2}" rx="10"/>',
-        f'  <text x="{LEFT}" y="34" font-size="16" font-weight="600">'
-        "Prompt tokens that are reused, by RAM for conversations</text>",
-    ]
-    for percent in range(0, 101, 25):
-        at = y(percent / 100)
-        lines.append(f'  <line class="grid" x1="{LEFT}" x2="{RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>')
-        lines.append(
-            f'  <text class="soft" x="{LEFT - 10}" y="{at + 4:.1f}" text-anchor="end">'
-            f"{percent}%</text>"
-        )
-    at = y(plan.ceiling)
-    lines += [
-        f'  <line class="ceiling" x1="{LEFT}" x2="{RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>',
-        f'  <text class="soft" x="{RIGHT}" y="{at - 6:.1f}" text-anchor="end">'
-        f"ceiling {plan.ceiling:.1%}</text>",
-        f'  <polyline class="curve" points="{points}"/>',
-    ]
-    lines += [
-        f'  <circle class="point" cx="{x(one.nbytes):.1f}" cy="{y(one.hit_rate):.1f}" r="3.5"/>'
-        for one in curve
-    ]
-    for row, (nbytes, name) in enumerate(
-        ((plan.room, "this machine"), (near or sizes[0], f"{SHARES[NEAR]:.0%} of the ceiling"))
-    ):
-        here, words_y = x(nbytes), BOTTOM + 22 + 20 * row
-        side = "end" if here > (LEFT + RIGHT) / 2 else "start"
-        lines += [
-            f'  <line class="here" x1="{here:.1f}" x2="{here:.1f}" y1="{TOP}"'
-            f' y2="{words_y - 12}"/>',
-            f'  <text x="{here:.1f}" y="{words_y}" text-anchor="{side}">'
-            f"{name}: {format_size(nbytes)}</text>",
-        ]
-    lines.append(
-        f'  <text class="soft" x="{LEFT}" y="{HEIGHT - 16}">RAM alone, without a disk; '
-        "a logarithmic scale</text>"
-    )
-    return "\n".join([*lines, "</svg>\n"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -66,6 +68,17 @@ def test_a_plan_for_a_trace_without_speeds_has_no_times(toy: ToyMaker, tmp_path:
     assert result.exit_code == 0, result.output
     assert "No times" in result.output
     assert "49.8%" in result.output
+
+
+def test_a_plan_in_a_process_of_its_own_leaves_nothing_to_warn_of(
+    toy: ToyMaker, tmp_path: Path
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"input_length": 300, "output_length": 5, "hash_ids": [1], "timestamp": 0}')
+    command = [sys.executable, "-m", "mlxcache", "plan", "--model", str(toy("llama"))]
+    command += ["--trace", str(path)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize(

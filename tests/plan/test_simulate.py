@@ -11,7 +11,8 @@ from mlxcache.errors import ConfigError
 from mlxcache.model.adapters import Recurrent, Windowed
 from mlxcache.plan.agents import agents_trace
 from mlxcache.plan.cache import Memory, PlannedCache
-from mlxcache.plan.plan import draw, make_plan
+from mlxcache.plan.chart import draw
+from mlxcache.plan.plan import make_plan
 from mlxcache.plan.simulate import Simulation, Speed, speed_of
 from mlxcache.plan.trace import Ids, Request, Trace, path_of
 from tests.proofs.policies import PLAIN
@@ -177,7 +178,7 @@ def test_a_plan_in_several_processes_is_the_same(monkeypatch: pytest.MonkeyPatch
     seen: list[tuple[int, int]] = []
     plans = []
     for work in (1 << 40, 1):
-        monkeypatch.setattr("mlxcache.plan.plan.WORK", work)
+        monkeypatch.setattr("mlxcache.plan.runs.WORK", work)
         monkeypatch.setattr("os.cpu_count", lambda: 2)
         made = make_plan(trace, LAYOUT, machine, Speed(), progress=lambda *now: seen.append(now))
         plans.append(made.as_object())
