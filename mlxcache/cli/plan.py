@@ -263,7 +263,8 @@ def show(plan: Plan) -> None:
     out.print()
     columns = (("RAM alone", "right"), ("reused", "right"), ("", "left"))
     curve = ((format_size(one.nbytes), one.hit_rate) for one in plan.ram.curve)
-    print_table(columns, ((size, f"{share:.1%}", _bar(share)) for size, share in curve))
+    rows = ((size, f"{share:.1%}", _bar(share)) for size, share in curve)
+    print_table(columns, list(dict.fromkeys(rows)))  # sizes of a short trace lie close together
     out.print()
     beside = f"disk beside {format_size(plan.memory.ram)} RAM"
     columns = (("of the ceiling", "right"), ("RAM alone", "right"), (beside, "right"))

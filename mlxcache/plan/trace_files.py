@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import reprlib
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -137,11 +138,16 @@ class _Line:
     def error(self, what: str) -> TraceError:
         return TraceError(f"{self.place}: {what}.")
 
+    def unlike(self, name: str, expected: str) -> TraceError:
+        value = self.fields.get(name)
+        what = "missing" if value is None else reprlib.repr(value)
+        return self.error(f"{name} is {what}: expected {expected}")
+
     def count(self, name: str, *, least: int = 0, default: int | None = None) -> int:
         """Return a whole number from `least` to `MAX_TOKENS`; None as default makes it required."""
         value = self.fields.get(name, default)
         if type(value) is not int or value < least:
-            raise self.error(f"{name} is {value!r}: expected a whole number of {least} or more")
+            raise self.unlike(name, f"a whole number of {least} or more")
         if value > MAX_TOKENS:
             raise self.error(f"{name} is {value}: expected at most {MAX_TOKENS}")
         return value
@@ -150,19 +156,19 @@ class _Line:
         """Return a time of 0 or more, divided by `scale` to give seconds."""
         value = self.fields.get(name, default)
         if type(value) not in (int, float) or not 0 <= value < 1e15:
-            raise self.error(f"{name} is {value!r}: expected a time of 0 or more")
+            raise self.unlike(name, "a time of 0 or more")
         return float(value / scale)
 
     def label(self, name: str) -> str | None:
         value = self.fields.get(name)
         if value is not None and not isinstance(value, str):
-            raise self.error(f"{name} is {value!r}: expected a text")
+            raise self.unlike(name, "a text")
         return value
 
     def list(self, name: str) -> Sequence[Any]:
         value = self.fields.get(name)
         if not isinstance(value, list):
-            raise self.error(f"{name} must be a list")
+            raise self.unlike(name, "a list")
         return value
 
     def objects(self, name: str) -> Iterator[_Line]:
@@ -174,9 +180,9 @@ class _Line:
 
     def hashes(self) -> Sequence[int | str]:
         found = self.list("hash_ids")
-        for one in found:
-            if type(one) not in (int, str):
-                raise self.error(f"hash_ids holds {one!r}: expected numbers or texts")
+        if not {int, str}.issuperset(map(type, found)):
+            wrong = next(one for one in found if type(one) not in (int, str))
+            raise self.error(f"hash_ids holds {wrong!r}: expected numbers or texts")
         return found
 
 
@@ -270,10 +276,11 @@ class _Replies:
         for number, name in enumerate(one.hashes):
             block, at = self._block(name), 0
             tokens = min(self._size, one.tokens - number * self._size)
-            inner = sorted(cut for cut in self._cuts.get(block, ()) if cut < tokens)
-            for end in (*inner, tokens):
-                parts.append((self._ids.of((block, end)), end - at))
-                at = end
+            for cut in sorted(self._cuts[block]) if block in self._cuts else ():
+                if cut < tokens:
+                    parts.append((self._ids.of((block, cut)), cut - at))
+                    at = cut
+            parts.append((self._ids.of((block, tokens)), tokens - at))
         return *path_of([*parts, (self._ids.new(), one.reply)]), len(parts)
 
 

@@ -121,7 +121,7 @@ def test_sessions_come_from_several_files_and_folders(tmp_path: Path) -> None:
         (session(requests=[3]), "requests 1: expected a JSON object"),
         (session(requests=[{"t": 0, "in": 64, "out": 1, "hash_ids": []}]), "whole blocks of 64"),
         (session(requests=[{"t": -1, "in": 1, "out": 1, "hash_ids": []}]), "t is -1"),
-        (session(requests=[{"t": 0, "requests": 7}]), "requests must be a list"),
+        (session(requests=[{"t": 0, "requests": 7}]), "requests is 7: expected a list"),
     ],
 )
 def test_a_wrong_session_is_named(tmp_path: Path, line: dict[str, Any], wrong: str) -> None:
