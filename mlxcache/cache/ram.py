@@ -232,7 +232,7 @@ class RamTier:
         evicting all idle entries would not suffice: those of all models if the shared budget is
         short, those of this model if its own limit is.
         """
-        if evict == "no":
+        if evict == "no" or self.budget.free >= size:
             return self.budget.free >= size
         kept = 0 if in_use else self._rows_in_use
         if self.budget.own_free + self.idle_bytes - kept < size:
@@ -410,8 +410,9 @@ class RamTier:
         The latest `WHOLE_LINEAGES` that start at position 0 stay, so that requests can continue
         them. All do with memory to spare.
         """
-        for lineage in [x for x in self.idle.values() if self.tree.live_range(x) is None]:
-            self.shrink(lineage, force=False)  # not done yet where an error came between
+        if len(self.idle) + len(self.busy) > self.tree.value_count:  # an error came between
+            for lineage in [x for x in self.idle.values() if self.tree.live_range(x) is None]:
+                self.shrink(lineage, force=False)
         self._bound_buffers(evict=evict)
         self._drop_spare_rows(self.spares)
         if self.spares():
@@ -438,10 +439,11 @@ class RamTier:
                 self.shrink(lineage, force=True)
 
     def _drop_spare_rows(self, enough: Callable[[], bool]) -> None:
-        for lineage in [lineage for lineage in self.idle.values() if lineage.rows]:
-            if enough():
-                return
-            self.drop_rows(lineage)
+        if not enough():
+            for lineage in [lineage for lineage in self.idle.values() if lineage.rows]:
+                self.drop_rows(lineage)
+                if enough():
+                    return
 
     def _has_spare(self, lineage: Lineage) -> bool:
         start, end = self.tree.live_range(lineage) or (0, 0)

@@ -6,6 +6,7 @@ import sqlite3
 from collections.abc import Collection, Generator, Sequence
 from contextlib import closing
 from heapq import heappop, heappush, merge
+from itertools import chain
 from math import log2
 
 from mlxcache.config import format_size
@@ -180,7 +181,8 @@ class _Order:
         self._connection = connection
         self._now = index.latest_use(connection) + MOMENT_S
         self._lists = [self._list(p, uses) for p in (0, 1) for uses in range(MOST_REUSES + 1)]
-        self._listed = merge(*self._lists)
+        unpinned, pinned = self._lists[: MOST_REUSES + 1], self._lists[MOST_REUSES + 1 :]
+        self._listed = chain(merge(*unpinned), merge(*pinned))
         self._next = next(self._listed, None)
         self._eligible: list[_Key] = []
         self._continued: dict[int, int] = {}

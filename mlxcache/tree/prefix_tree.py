@@ -112,6 +112,10 @@ class PrefixTree:
             self._touch(nodes[: len(nodes) - away])
         return Match.of(nodes, length)
 
+    @property
+    def value_count(self) -> int:
+        return len(self._holdings)
+
     def values(self) -> list[Any]:
         return list(self._holdings)
 
