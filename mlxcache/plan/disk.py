@@ -67,7 +67,6 @@ class CountedDisk:
         self._now = now
         self._chains = Chains(NAMESPACE)
         self._keys: set[bytes] = set()
-        self._evicted: set[int] = set()
         self._latest = 0.0
         self._folders: set[tuple[str, int]] = set()
         self._index = sqlite3.connect(":memory:", isolation_level=None)
@@ -104,7 +103,8 @@ class CountedDisk:
         return self._lookup(self._chains.of(ids))
 
     def _lookup(self, chain: Chain) -> Match:
-        return index.lookup(self._index, chain, sorted(self._keys.intersection(chain.whole)))
+        known = sorted(self._keys.intersection(chain.whole))
+        return index.lookup_among(self._index, chain, known)
 
     def _touch(self, match: Match) -> None:
         # the store's clock never stands still, so that uses are ordered
@@ -151,7 +151,7 @@ class CountedDisk:
             chain = Chain(NAMESPACE, ids[:stop], whole.whole[: stop // BLOCK + 1])
             one = self._layout.bytes_per_token + TOKEN_BYTES
             row = self._row(RUN, chain, start, parent, None)
-            parent = self._save(row, file_bytes((stop - start) * one))
+            parent, evicted = self._save(row, file_bytes((stop - start) * one))
             index.put_tokens(self._index, parent, ids[start:stop])
             for checkpoint in match.checkpoints:
                 if checkpoint.parent is None and start < checkpoint.start <= stop:
@@ -159,7 +159,7 @@ class CountedDisk:
                         "UPDATE file SET parent = ? WHERE id = ?", (parent, checkpoint.id)
                     )
             start = stop
-            if self._evicted & path:
+            if evicted & path:
                 break  # its beginning was evicted for its end
             path.add(parent)
         return self._find(ids) if self._layout.opaque else match
@@ -191,8 +191,8 @@ class CountedDisk:
         place, links = (chain.at(stop), base, key, start, stop), (parent, previous)
         return Row(0, kind, *place, 1, 0, self._latest, *links, _BEING_WRITTEN)
 
-    def _save(self, row: Row, nbytes: int) -> int:
-        """Insert the row of a file of `nbytes` bytes, evicting others if needed; return its id.
+    def _save(self, row: Row, nbytes: int) -> tuple[int, set[int]]:
+        """Insert the row of a file of `nbytes` bytes; return its id, and those of files evicted.
 
         Raises DiskFull, without a new row, if the file does not fit.
         """
@@ -202,9 +202,7 @@ class CountedDisk:
         size = self._space.estimate(nbytes, row.stop - row.start)
         id = index.insert(self._index, replace(row, nbytes=nbytes, disk=size))
         try:
-            self._evicted = {
-                one.id for one in self._space.make_room(self._index, size, has_row=True)
-            }
+            evicted = {one.id for one in self._space.make_room(self._index, size, has_row=True)}
         except DiskFull:
             self._index.execute("DELETE FROM file WHERE id = ?", (id,))
             raise
@@ -212,7 +210,7 @@ class CountedDisk:
         self.written += nbytes
         self._keys.add(row.key)
         self._folders.add((row.kind, row.digest[0]))
-        return id
+        return id, evicted
 
     def _other_bytes(self) -> int:
         (pages,) = self._index.execute("PRAGMA page_count").fetchone()

@@ -262,18 +262,21 @@ def shapes() -> set[tuple[str, str, str | None]]:
     return found
 
 
-def lookup(
-    connection: sqlite3.Connection, chain: Chain, keys: Sequence[bytes] | None = None
-) -> Match:
+def lookup(connection: sqlite3.Connection, chain: Chain) -> Match:
     """Find the longest durable prefix of the chain's token ids, and its checkpoints.
 
     The checkpoints are those after a prefix of the token ids, also beyond the prefix that was
-    found. `keys`: digests of the chain that may be keys of files; by default all.
+    found.
     """
+    return lookup_among(connection, chain, chain.whole)
+
+
+def lookup_among(connection: sqlite3.Connection, chain: Chain, keys: Sequence[bytes]) -> Match:
+    """Do what `lookup` does, if no other digests of the chain than `keys` are keys of files."""
     raw = chain.ids.tobytes()
     checkpoints: list[Row] = []
     reaches: list[tuple[int, int, Row]] = []
-    for row, tokens in _with_keys(connection, chain.whole if keys is None else keys):
+    for row, tokens in _with_keys(connection, keys):
         if row.kind == CHECKPOINT:
             if row.start <= len(chain.ids) and row.digest == chain.at(row.start):
                 checkpoints.append(row)
