@@ -39,6 +39,8 @@ BLOCK = 16
 RAM, DISK = "24MB", "24MB"
 NO_DISK = "off"
 SESSIONS = os.environ.get("PLAN_SESSIONS", "").split()
+LONGEST = 4500
+"""Tokens of the longest prompt of recorded sessions: more than half of `RAM` has room for."""
 
 
 class IdsPlayer:
@@ -226,9 +228,10 @@ def test_agents_like_real_ones(model, layout, tmp_path, disk):
 @pytest.mark.parametrize("disk", [DISK, NO_DISK])
 @pytest.mark.skipif(not SESSIONS, reason="PLAN_SESSIONS names no files of recorded sessions")
 def test_recorded_sessions_scaled_down(model, layout, tmp_path, disk):
-    """Sessions of another server, one of 64 of their tokens."""
-    trace = read_trace(*map(Path, SESSIONS)).scaled(1 / 64)
-    play(model, layout, tmp_path, in_turns(layout, trace, 2), disk)
+    """Sessions of another server, with so few of their tokens that RAM has room for one."""
+    trace = read_trace(*map(Path, SESSIONS))
+    longest = max(one.prompt_tokens for one in trace.requests)
+    play(model, layout, tmp_path, in_turns(layout, trace.scaled(LONGEST / longest), 2), disk)
 
 
 @pytest.mark.parametrize("disk", [DISK, NO_DISK])
