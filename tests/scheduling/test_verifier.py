@@ -249,6 +249,8 @@ def test_quantised_keys_and_values_are_rewound(toy: ToyMaker, family: str, bits:
     path = toy(**toy_options(family), layers=2, window=32, **FUSED)
     checked = matrix.Checked(family, path, load(ModelSpec(str(path))), kv_bits=bits)
     checked.fresh()
+    layout = checked.kv.layout
+    assert (recorder_of(checked.model, layout) is not None) is layout.recurrent
     talk = matrix.conversation(checked, 1).asked(20)
     first = checked.say(talk, tokens=40)
     following = talk.answered(first).asked(21)
