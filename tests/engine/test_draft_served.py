@@ -22,6 +22,7 @@ from tests.memory import rounding_bytes
 from tests.sampler import Sampler
 from tests.scheduling.drafts import make_draft
 from tests.scheduling.guesses import CHEAP_CURVES, use_cheap_drafts
+from tests.scheduling.heads import apart, head_weights
 from tests.sessions.test_book import ask, prompt, text
 
 
@@ -62,6 +63,18 @@ async def test_both_caches_outlive_the_process_together(toy: ToyMaker, tmp_path:
         assert next_.restored_tokens == next_.cached_tokens >= 380
         assert record.accepted_tokens == record.drafted_tokens > 10
         assert record.cached_tokens + record.fed_tokens == record.prompt_tokens == 420
+
+
+async def test_heads_leave_what_is_on_disk_warm(toy: ToyMaker, tmp_path: Path) -> None:
+    """Switched on and off between turns, which are restored each time."""
+    model = toy("qwen3_5")
+    heads, parts = apart(model, tmp_path / "heads", head_weights(model)), [text(1, 300)]
+    for number, draft in enumerate((None, heads, None, heads)):
+        parts.append(text(2 + number, 40))
+        async with served(model, tmp_path / "cache", draft) as engine:
+            done, record = await turn(engine, *parts)
+        assert done.restored_tokens == done.cached_tokens >= (260 + 40 * number if number else 0)
+        assert (record.guesses["heads"].drafted > 10) is (draft is not None)
 
 
 async def test_a_draft_that_does_not_pay_is_hardly_used(

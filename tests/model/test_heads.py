@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +18,8 @@ from mlxcache.model.fingerprint import fingerprint
 from mlxcache.model.heads import Heads, WithHeads, heads_for
 from mlxcache.model.load import ModelSpec, load, load_again
 from mlxcache.model.weights import Bases, BaseUse
-from tests.scheduling.heads import add_heads, head_weights, with_heads
+from tests.scheduling.heads import add_heads, apart, head_weights, with_heads
 from tests.toys.toy import make_toy
-
-
-def apart(target: Path, path: Path, weights: dict[str, mx.array]) -> Path:
-    """A folder of heads for the toy at `target`, as mlx-vlm writes it."""
-    path.mkdir()
-    for file in target.glob("*token*"):
-        shutil.copy(file, path)
-    config = json.loads((target / "config.json").read_text())
-    made = {"model_type": "qwen3_5_mtp", "text_config": config["text_config"]}
-    (path / "config.json").write_text(json.dumps(made))
-    mx.save_safetensors(str(path / "model.safetensors"), weights, metadata={"format": "mlx"})
-    return path
 
 
 def logits(model: Any) -> mx.array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +33,18 @@ def add_heads(target: Path, path: Path, weights: dict[str, mx.array] | None = No
     weights = head_weights(target) if weights is None else weights
     own = {f"mtp.{name}": array for name, array in weights.items()}
     mx.save_safetensors(str(path / "model-mtp.safetensors"), own, metadata={"format": "mlx"})
+    return path
+
+
+def apart(target: Path, path: Path, weights: dict[str, mx.array]) -> Path:
+    """A folder of heads for the toy at `target`, as mlx-vlm writes it."""
+    path.mkdir()
+    for file in target.glob("*token*"):
+        shutil.copy(file, path)
+    config = json.loads((target / "config.json").read_text())
+    made = {"model_type": "qwen3_5_mtp", "text_config": config["text_config"]}
+    (path / "config.json").write_text(json.dumps(made))
+    mx.save_safetensors(str(path / "model.safetensors"), weights, metadata={"format": "mlx"})
     return path
 
 
