@@ -139,7 +139,7 @@ class WithHeads(nn.Module):  # type: ignore[misc]
         return self.model.language_model
 
 
-class Draft:
+class HeadsDraft:
     """A draft after the newest tokens of one sequence, made token by token.
 
     `end` takes back what it appended: the pass that checks the draft writes there again, from the

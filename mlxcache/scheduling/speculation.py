@@ -23,7 +23,7 @@ from mlxcache.guess.rule import (
     Survival,
     Tries,
 )
-from mlxcache.model.heads import Draft, KnownRows, WithHeads
+from mlxcache.model.heads import HeadsDraft, KnownRows, WithHeads
 from mlxcache.model.kv import eval_states
 from mlxcache.model.pair import Pair
 from mlxcache.scheduling.proposer import Draws, Proposals, Proposer
@@ -284,7 +284,7 @@ class HeadsProposer(Proposer):
     def draft(self, count: int, newest: mx.array, state: Draws) -> tuple[mx.array, Sequence[Draws]]:
         caches = self.task.held.lineage.caches
         self._known = self._known or KnownRows(caches)
-        draft = Draft(self._made_by.model, caches, self._known)
+        draft = HeadsDraft(self._made_by.model, caches, self._known)
         try:
             return _drawn(count, newest, state, draft.feed)
         finally:

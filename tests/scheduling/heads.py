@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, KVCache
 
 from mlxcache.model import kv
-from mlxcache.model.heads import Draft, Heads, KnownRows, WithHeads
+from mlxcache.model.heads import Heads, HeadsDraft, KnownRows, WithHeads
 from mlxcache.model.kv import Caches
 from mlxcache.model.load import Loaded, ModelSpec, load
 from tests.scheduled import Bench
@@ -57,14 +57,14 @@ def drafted(path: Path) -> Bench:
     return Bench(path, loaded=with_heads(path))
 
 
-def oracle(wrong: float) -> Callable[..., Draft]:
+def oracle(wrong: float) -> Callable[..., HeadsDraft]:
     """Return drafts that are fed to the heads, but drawn from the model's own logits.
 
     `wrong`: the share of tokens that are drawn from noise.
     """
     keys = iter(mx.random.split(mx.random.key(3), 10_000))
 
-    class Knowing(Draft):
+    class Knowing(HeadsDraft):
         def __init__(self, model: WithHeads, cache: Caches, known: KnownRows):
             super().__init__(model, cache, known)
             self.caches = [_twin(slot) for slot in cache[:-2]]

@@ -50,7 +50,7 @@ def right(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Makes the heads right but for a share of tokens."""
 
     def make(wrong: float) -> None:
-        monkeypatch.setattr("mlxcache.scheduling.speculation.Draft", oracle(wrong))
+        monkeypatch.setattr("mlxcache.scheduling.speculation.HeadsDraft", oracle(wrong))
 
     return make
 
