@@ -39,11 +39,14 @@ ROWS = [
     for end in ("call", "answer")
 ] + [
     ("qwen3", layers, "chat", "call", bits)
-    for layers in ("llama", "gemma3", "gpt_oss", "qwen3_5", "deepseek_v3")
-    for bits in ((8,) if layers == "deepseek_v3" else (8, 4))
+    for layers, each in (
+        *(("llama", (8, 4)), ("gemma3", (8, 4)), ("gpt_oss", (8, 4))),
+        *(("qwen3_5", (8,)), ("deepseek_v3", (8,))),
+    )
+    for bits in each
 ]
 """A template that renders replies anew, a model's layers, an API, the last reply's kind, and bits
-of KV."""
+of KV. In 4 bits the KV of the toy with states is so small that a file has only few of these."""
 
 
 async def export(engine: Engine, id: str, file: Path) -> None:
