@@ -64,7 +64,7 @@ often = cells(
     [name for name in NAMES if name not in COMPRESSED],
     [
         *(("llama", "cleared"), ("qwen3_5", "cleared"), ("qwen3_5", "kept")),
-        *(("llama", 4), ("gemma3", 8), ("qwen3_5", 8), ("deepseek_v3", 8)),
+        *(("llama", 4), ("qwen3_5", 8), ("deepseek_v3", 8)),
     ],
 )
 """For what shows a wrong cache of any kind of layer."""
