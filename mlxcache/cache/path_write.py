@@ -111,7 +111,8 @@ class PathWrite:
         if layout.keeps_rows:  # the first and the newest, as many as the new KV has bytes for
             every, newest = self.states, len(self.states) - max(1, paid - 1)
             now = {at for i, (at, _) in enumerate(every) if i >= newest or (not i and paid > 1)}
-            later = self._before_parting(present, size // layout.window_bytes) - now
+            parting = sorted({found.length, *self.parting})
+            later = self._before(parting, present, size // layout.window_bytes) - now
             self.states = [one for one in every if one[0] in now]
             also = [one for one in every if one[0] in later]
         self.may_rest = len(also)
@@ -123,14 +124,14 @@ class PathWrite:
         self.stage = "copying"
         self._check_end()
 
-    def _before_parting(self, present: Sequence[int], least: int) -> set[int]:
-        """Return the positions of the checkpoints from which prompts that part there continue.
+    def _before(self, parting: Sequence[int], present: Sequence[int], least: int) -> set[int]:
+        """Return the positions of the checkpoints from which prompts `parting` there continue.
 
         One that is less than `least` tokens after another is left out.
         """
         held = sorted({*present, *(at for at, _ in self.wanted)})
         found: list[int] = []
-        for parted in self.parting:
+        for parted in parting:
             at = max((at for at in held if at <= parted), default=0)
             if not found or at - found[-1] >= least:
                 found.append(at)
