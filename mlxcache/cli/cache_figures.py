@@ -110,7 +110,7 @@ _LEGEND = {
     "tokens.restored": ("restored", "of the reused: from disk"),
     "tokens.fed": ("fed", "prompt tokens that were computed"),
     "tokens.generated": ("generated", "of all replies"),
-    "tokens.drafted": ("drafted", "by a draft model, heads or the conversation"),
+    "tokens.drafted": ("drafted", "by a draft model, heads, or guessed"),
     "tokens.accepted": ("accepted", "of these: drawn by the model too"),
     "guesses.drafted.draft": ("draft: drafted", "tokens proposed by a draft model"),
     "guesses.accepted.draft": ("draft: accepted", "of these"),

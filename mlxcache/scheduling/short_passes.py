@@ -14,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 import msgspec
 
+from mlxcache import typed
 from mlxcache.guess.rule import LENGTHS, Passes
 from mlxcache.model import kv
 from mlxcache.model.kv import Layout
@@ -127,8 +128,8 @@ def stored_passes(file: Path, key: str | None, measure: Callable[[], Passes]) ->
 def read_passes(file: Path) -> dict[str, Passes]:
     """Return the stored measurements by key, none if `file` cannot be read."""
     try:
-        return msgspec.json.decode(file.read_bytes(), type=dict[str, Passes], strict=False)
-    except (OSError, msgspec.MsgspecError):
+        return typed.decode(dict[str, Passes], file.read_bytes())
+    except (OSError, msgspec.MsgspecError, UnicodeError, RecursionError):
         return {}
 
 

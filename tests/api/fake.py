@@ -174,6 +174,7 @@ class FakeEngine:
         self.silent_s = 0.0
         self.ranks: dict[str, Any] | None = None  # None: the model is not divided
         self.load_share: float | None = None
+        self.equal_passes: Sequence[int] | None = None  # None: nothing is guessed
         self.script: Sequence[Step] = reply("Hello", ", ", "world")
         self.scripts: list[Sequence[Step]] = []
         self.cached_tokens = 0

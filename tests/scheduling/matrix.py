@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
@@ -383,12 +383,15 @@ def opened(residency: Residency, name: str, path: Path) -> tuple[Weights, Loaded
     return Weights(loaded, spec, use), loaded
 
 
-def conversation(family: Checked, turns: int) -> Talk:
+def conversation(
+    family: Checked, turns: int, after_each: Callable[[], object] = lambda: None
+) -> Talk:
     """A conversation that ends with a reply, all of it asked and checked."""
     talk = Talk(tuple(text(1, HEAD)))
     for turn in range(turns):
         talk = talk.asked(10 + turn)
         talk = talk.answered(family.say(talk))
+        after_each()
     return talk
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
@@ -202,9 +203,12 @@ def test_evicted_and_restored_from_disk(family: Family, tmp_path: Path) -> None:
 
 @often
 def test_restarted(family: Family, tmp_path: Path) -> None:
-    """The next turn, an edited message and a branch, each by a new process."""
+    """The next turn, an edited message and a branch, each by a new process.
+
+    Of turns that follow at once, the disk gets not all states of windows.
+    """
     disk = family.start(tmp_path / "store")
-    talk = conversation(family, 3).asked(20)
+    talk = conversation(family, 3, partial(settled, disk)).asked(20)
     following = talk.answered(family.say(talk)).asked(22)
     branches = [talk.parted(talk.marks[5] - 7, seed) for seed in (24, 25)]
     if not family.kv.layout.specs:  # with no KV on disk, nobody can tell where prompts parted
