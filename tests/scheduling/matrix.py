@@ -365,6 +365,8 @@ class Family(Checked):
         former = self.resident.unloads
         if self.switches == "cleared":
             while self.resident.state == "loaded" or self.kv.tree.tokens:
+                if self.kv.disk is not None:
+                    self.kv.disk.write_behind.hurry()  # else states rest for seconds
                 self.tick()
         assert self.other.ask(ELSEWHERE, tokens=2).out == self.expected
         assert self.resident.unloads == former + 1
