@@ -68,7 +68,7 @@ def spec_of(settings: Settings, model: str) -> load.ModelSpec:
         context=settings.context,
         id=settings.entries[0].name,
         images=settings.feeds_images,
-        heads=settings.speculate != "off" and settings.kv_bits is None,
+        heads=settings.speculate == "auto" and settings.kv_bits is None,
     )
 
 

@@ -20,7 +20,7 @@ from mlxcache.store.folder import CHECKPOINT, RUN
 from mlxcache.types import Tokens, ids_of_bytes
 
 MOST_REUSES = 7
-"""Number of reuses above which further ones do not count, as for eviction in RAM."""
+"""Number of reuses above which further ones do not count."""
 
 _FILES = """
 CREATE TABLE IF NOT EXISTS file (
